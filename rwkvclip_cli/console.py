@@ -1,0 +1,170 @@
+"""What every command says and how it ends: errors with a next step, exit codes, results and progress.
+
+Results go to stdout, everything else to stderr, and only rank 0 speaks.
+
+>>> raise RwkvClipError("no index beside data.rec", hint="rwkvclip pack FOLDER data.rec")
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNABLE = 3
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped early on request, everything saved
+EXIT_SIGNAL = 128  # plus the signal's number, as shells report it
+
+PLAIN_LINE_EVERY_S = 10.0
+
+
+class RwkvClipError(Exception):
+    """A fault that the user can mend: what is wrong, where, and what to type next.
+
+    `message` names the place (path, record, rank) and the value received, `hint` the next command.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, hint: str = "", exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class UsageError(RwkvClipError):
+    """An option or argument that cannot mean anything (exit code 2)."""
+
+    exit_code = EXIT_USAGE
+
+
+class UnableError(RwkvClipError):
+    """This machine lacks what the command needs, a GPU for instance (exit code 3)."""
+
+    exit_code = EXIT_UNABLE
+
+
+def is_speaker() -> bool:
+    """Whether this process may speak: rank 0, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Write a log line or hint to stderr, from rank 0 alone."""
+    if is_speaker():
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Write a warning to stderr, from rank 0 alone."""
+    say(f"warning: {text}")
+
+
+def result(text: str) -> None:
+    """Write a command's result to stdout, from rank 0 alone."""
+    if is_speaker():
+        print(text, flush=True)
+
+
+def result_json(document: Any) -> None:
+    """Write one JSON document to stdout, from rank 0 alone."""
+    result(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def show_error(error: RwkvClipError) -> None:
+    """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
+    rank = os.environ.get("RANK")
+    where = f" [rank {rank}]" if rank not in (None, "0") else ""
+    print(f"rwkvclip{where}: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  try: {error.hint}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+class Progress(Protocol):
+    """What `progress` yields: call `advance` after each piece of work."""
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Count `count` more units done; `note` is shown beside them (a loss, say)."""
+
+
+@contextmanager
+def progress(total: int | None, what: str, unit: str, done: int = 0) -> Iterator[Progress]:
+    """Show progress on stderr: a bar with rate and time left, or a plain line every ten seconds.
+
+    `total` may be None where the amount is unknown; `done` counts what an earlier run finished.
+    """
+    if is_speaker() and sys.stderr.isatty():
+        with _bar(total, what, unit, done) as bar:
+            yield bar
+    else:
+        plain = _PlainProgress(total, what, unit, done)
+        yield plain
+        plain.finish()
+
+
+class _PlainProgress:
+    """Progress for logs: one line now and then, one at the end."""
+
+    def __init__(self, total: int | None, what: str, unit: str, done: int) -> None:
+        self.total, self.what, self.unit = total, what, unit
+        self.done = self.done_at_start = done
+        self.note = ""
+        self.started_s = self.spoke_s = time.monotonic()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self.done += count
+        self.note = note
+        if time.monotonic() - self.spoke_s >= PLAIN_LINE_EVERY_S:
+            self._speak()
+
+    def finish(self) -> None:
+        if self.done > self.done_at_start:
+            self._speak()
+
+    def _speak(self) -> None:
+        self.spoke_s = time.monotonic()
+        rate = (self.done - self.done_at_start) / max(self.spoke_s - self.started_s, 1e-9)
+        line = f"{self.what}: {self.done:,}"
+        if self.total is not None:
+            left_s = (self.total - self.done) / rate if rate > 0 else 0.0
+            line += f" of {self.total:,} {self.unit}, {rate:,.1f} a second, {left_s:,.0f} s left"
+        else:
+            line += f" {self.unit}, {rate:,.1f} a second"
+        say(f"{line}  {self.note}".rstrip())
+
+
+@contextmanager
+def _bar(total: int | None, what: str, unit: str, done: int) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with RichProgress(*columns, console=Console(stderr=True)) as rich_progress:
+        task = rich_progress.add_task(what, total=total, completed=done, rate="", note="")
+        started_s, counted = time.monotonic(), 0
+
+        class Bar:
+            def advance(self, count: int = 1, note: str = "") -> None:
+                nonlocal counted
+                counted += count
+                rate = counted / max(time.monotonic() - started_s, 1e-9)
+                rich_progress.update(task, advance=count, rate=f"{rate:,.1f} {unit}/s", note=note)
+
+        yield Bar()
