@@ -1,0 +1,281 @@
+"""Packed records as batches on the device: DALI's mxnet reader, one pipeline an epoch and rank.
+
+>>> for batch in TrainLoader(open_packed("pairs.rec"), spec, epoch=0): ...
+
+B is the batch of one rank, S the image's side, T the context length. Every rank runs the same number of steps and no
+record comes twice in an epoch: the records of an epoch are a window of a whole number of global batches over the file,
+and the next epoch's window begins where this one ended, so what is left out moves on.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.index import PackedSet
+from rwkvclip_cli.data.index import open_packed as open_packed
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP's pixel statistics, of values in 0..1
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+CROP_AREA = (0.7, 1.0)
+CROP_ASPECT = (0.8, 1.25)
+EVAL_RESIZE = 256 / 224  # shorter side before the centre crop, as a multiple of the crop
+SHUFFLE_BUFFER = 16_384  # records a rank's reader draws from
+READER = "records"
+
+
+@dataclass(frozen=True)
+class LoaderSpec:
+    """What every epoch of a run's loader shares."""
+
+    batch_size: int
+    image_size: int
+    rank: int = 0
+    world_size: int = 1
+    device_id: int | None = None  # None: the CPU pipeline
+    threads: int = 1
+    seed: int = 0
+    num_samples: int | None = None  # records an epoch, before rounding down to whole global batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """images (B, 3, S, S) float32, normalised; tokens (B, T) int64; records (B,) int64, their ordinals in the file."""
+
+    images: Tensor
+    tokens: Tensor
+    records: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def steps_per_epoch(packed: PackedSet, spec: LoaderSpec) -> int:
+    """Whole global batches in an epoch; an error where there is not one."""
+    wanted = packed.count if spec.num_samples is None else spec.num_samples
+    if wanted > packed.count:
+        raise UsageError(
+            f"--train-num-samples {wanted:,} is more than the {packed.count:,} records of {packed.rec}",
+            hint=f"--train-num-samples {packed.count}",
+        )
+    global_batch = spec.batch_size * spec.world_size
+    if wanted < global_batch:
+        raise UsageError(
+            f"{packed.rec}: {wanted:,} records an epoch do not fill one global batch of {global_batch:,} "
+            f"({spec.world_size} ranks x {spec.batch_size})",
+            hint=f"--batch-size {max(wanted // spec.world_size, 1)}",
+        )
+    return wanted // global_batch
+
+
+def epoch_window(count: int, used: int, epoch: int) -> list[tuple[int, int]]:
+    """The records of an epoch as one or two half-open ranges of ordinals, in file order.
+
+    Windows of `used` records follow each other around the file, so that after any number of epochs no record has been
+    seen more than once more often than another.
+
+    >>> epoch_window(10, 8, 0), epoch_window(10, 8, 1)
+    ([(0, 8)], [(0, 6), (8, 10)])
+    """
+    start = epoch * used % count
+    end = start + used
+    return [(start, end)] if end <= count else [(0, end - count), (start, count)]
+
+
+def caption_slots(
+    records: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int, slots: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Which caption each record shows in an epoch: (B,) ordinals -> (B,) slots, from (seed, epoch, record) alone.
+
+    The finaliser of SplitMix64 (Steele et al. 2014) mixes the three; no rank, batch or resume changes the draw.
+    """
+    with np.errstate(over="ignore"):
+        bits = records.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits += np.uint64(epoch) * np.uint64(0xD1B54A32D192ED03) + np.uint64(seed) * np.uint64(0x8CB92BA72F3D8DD7)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+        bits ^= bits >> np.uint64(31)
+    return ((bits >> np.uint64(33)) % np.uint64(slots)).astype(np.int64)
+
+
+def pipeline_seed(seed: int, epoch: int, rank: int) -> int:
+    """Seed of one epoch's pipeline on one rank: DALI repeats its draws for equal seeds."""
+    return int(np.random.SeedSequence((seed, epoch, rank)).generate_state(1)[0] & 0x7FFFFFFF)
+
+
+class TrainLoader:
+    """The batches of one epoch on one rank, from the start or from a saved position.
+
+    `state` is what `state()` returned after some batch; iteration then goes on with the next one, the shuffle and the
+    augmentation as they would have been.
+    """
+
+    def __init__(self, packed: PackedSet, spec: LoaderSpec, *, epoch: int, state: bytes | None = None) -> None:
+        self.packed, self.spec, self.epoch = packed, spec, epoch
+        self.steps = steps_per_epoch(packed, spec)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._pipe = _build(
+            packed,
+            spec,
+            self._epoch_index(),
+            seed=pipeline_seed(spec.seed, epoch, spec.rank),
+            shard=(spec.rank + epoch) % spec.world_size,
+            state=state,
+        )
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def _epoch_index(self) -> Path:
+        """The index that DALI reads: the data set's own, or a copy that holds this epoch's window."""
+        used = self.steps * self.spec.batch_size * self.spec.world_size
+        if used == self.packed.count:
+            return self.packed.idx
+        self._folder = tempfile.TemporaryDirectory(prefix="rwkvclip-index-")
+        path = Path(self._folder.name) / "epoch.idx"
+        self.packed.write_index(path, epoch_window(self.packed.count, used, self.epoch))
+        return path
+
+    def batches(self, done: int = 0) -> Iterator[Batch]:
+        """Yield the epoch's batches; `done` is how many an earlier run took before `state` was saved."""
+        for _ in range(done, self.steps):
+            images, tokens, records = _run(self._pipe, self.packed, self.spec)
+            slots = caption_slots(records, seed=self.spec.seed, epoch=self.epoch, slots=self.packed.captions)
+            yield Batch(images, _choose(tokens, slots), records)
+
+    def state(self) -> bytes:
+        """The position behind the last batch that was taken, for a `TrainLoader` of the same arguments."""
+        saved: bytes = self._pipe.checkpoint()
+        return saved
+
+    def close(self) -> None:
+        """Free the pipeline and its files."""
+        del self._pipe
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def eval_batches(packed: PackedSet, spec: LoaderSpec, *, caption_slot: int) -> Iterator[Batch]:
+    """Yield every record once, in file order, with one caption slot; the last batch may be short."""
+    if caption_slot >= packed.captions:
+        raise UsageError(
+            f"--caption-slot {caption_slot}: records of {packed.rec} have slots 0 to {packed.captions - 1}"
+        )
+    pipe = _build(packed, spec, packed.idx, seed=0, shard=0, state=None, training=False)
+    for first in range(0, packed.count, spec.batch_size):
+        images, tokens, records = _run(pipe, packed, spec)
+        keep = min(spec.batch_size, packed.count - first)
+        yield Batch(images[:keep], tokens[:keep, caption_slot].long(), records[:keep])
+
+
+def loader_threads(workers: int | None, local_world_size: int) -> int:
+    """Decoder threads of a rank: as asked, else its share of the cores this process may use."""
+    return workers or max(len(os.sched_getaffinity(0)) // local_world_size, 1)
+
+
+def _build(
+    packed: PackedSet,
+    spec: LoaderSpec,
+    index: Path,
+    *,
+    seed: int,
+    shard: int,
+    state: bytes | None,
+    training: bool = True,
+) -> Any:
+    """The pipeline of one epoch: images, label floats and each record's place in the file."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    on_gpu = spec.device_id is not None
+    decoder = {"device": "mixed", "hw_decoder_load": 1.0} if on_gpu else {"device": "cpu"}
+
+    @pipeline_def(
+        batch_size=spec.batch_size,
+        num_threads=spec.threads,
+        device_id=spec.device_id,
+        seed=seed,
+        enable_checkpointing=training,
+        checkpoint=state,
+    )
+    def graph() -> Any:
+        jpegs, labels = fn.readers.mxnet(
+            path=[str(packed.rec)],
+            index_path=[str(index)],
+            num_shards=spec.world_size if training else 1,
+            shard_id=shard,
+            random_shuffle=training,
+            initial_fill=SHUFFLE_BUFFER if training else spec.batch_size,
+            stick_to_shard=True,
+            pad_last_batch=False,
+            name=READER,
+        )
+        place = fn.get_property(jpegs, key="source_info")
+        if training:
+            images = fn.decoders.image_random_crop(
+                jpegs,
+                **decoder,
+                output_type=types.RGB,
+                random_area=CROP_AREA,
+                random_aspect_ratio=CROP_ASPECT,
+            )
+            images = fn.resize(images, size=spec.image_size, interp_type=types.INTERP_LINEAR)
+            mirror = fn.random.coin_flip(probability=0.5)
+        else:
+            images = fn.decoders.image(jpegs, **decoder, output_type=types.RGB)
+            shorter = round(spec.image_size * EVAL_RESIZE)
+            images = fn.resize(images, resize_shorter=shorter, interp_type=types.INTERP_LINEAR)
+            mirror = 0
+        images = fn.crop_mirror_normalize(
+            images,
+            crop=(spec.image_size, spec.image_size),
+            dtype=types.FLOAT,
+            output_layout="CHW",
+            mean=[255 * value for value in CLIP_MEAN],
+            std=[255 * value for value in CLIP_STD],
+            mirror=mirror,
+        )
+        return images, labels, place
+
+    pipe = graph()
+    try:
+        pipe.build()
+    except RuntimeError as error:
+        raise RwkvClipError(
+            f"DALI could not open {packed.rec}: {str(error).strip().splitlines()[0]}",
+            hint=f"rwkvclip pack SOURCE... {packed.rec} --overwrite",
+        ) from error
+    return pipe
+
+
+def _run(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tensor, np.ndarray[Any, np.dtype[np.int64]]]:
+    """One batch: images (B, 3, S, S) and label floats (B, captions, T) on the device, ordinals (B,) on the host."""
+    images, labels, places = pipe.run()
+    offsets = [int(bytes(np.asarray(places.at(i))).rsplit(b" ", 1)[1]) for i in range(len(places))]
+    host = torch.from_numpy(np.array(labels.as_tensor()))
+    if spec.device_id is None:
+        # A copy: DALI fills the same memory again two batches later.
+        device_images = torch.from_numpy(np.array(images.as_tensor()))
+        device_labels = host
+    else:
+        from nvidia.dali.plugin.pytorch import feed_ndarray
+
+        device = torch.device("cuda", spec.device_id)
+        tensor = images.as_tensor()
+        device_images = torch.empty(tensor.shape(), dtype=torch.float32, device=device)
+        feed_ndarray(tensor, device_images, cuda_stream=torch.cuda.current_stream(device))
+        device_labels = host.pin_memory().to(device, non_blocking=True)
+    labels_bst = device_labels.view(-1, packed.captions, packed.context_length)
+    return device_images, labels_bst, packed.ordinals(np.array(offsets, dtype=np.int64))
+
+
+def _choose(labels_bst: Tensor, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+    """One caption a record: (B, captions, T) floats and (B,) slots -> (B, T) int64, in one gather on the device."""
+    choice = torch.from_numpy(slots)
+    if labels_bst.is_cuda:
+        choice = choice.pin_memory().to(labels_bst.device, non_blocking=True)
+    index = choice.view(-1, 1, 1).expand(-1, 1, labels_bst.shape[2])
+    return labels_bst.gather(1, index).squeeze(1).long()
