@@ -1,0 +1,287 @@
+"""Captions to token ids, exactly as OpenAI's published CLIP tokenizer gives them, text cleaning included.
+
+>>> Tokenizer().encode("a photo of a cat")
+[320, 1125, 539, 320, 2368]
+
+The text is repaired (ftfy), unescaped twice, its white space collapsed, lower-cased and split into words; the bytes of
+each word are merged in the order of a published table. Source: github.com/openai/CLIP, clip/simple_tokenizer.py.
+"""
+
+import functools
+import gzip
+import hashlib
+import html
+import importlib.resources
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+CONTEXT_LENGTH = 77
+START_TEXT, END_TEXT = "<|startoftext|>", "<|endoftext|>"
+START_ID, END_ID = 49406, 49407
+VOCAB_SIZE = 49408
+
+MERGES_FILE = "bpe_simple_vocab_16e6.txt.gz"
+MERGE_COUNT = 49152 - 256 - 2  # the table goes on, but CLIP stops here
+END_OF_WORD = "</w>"
+WORDS = (
+    rf"{re.escape(START_TEXT)}|{re.escape(END_TEXT)}"
+    r"|'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
+)
+
+# ftfy and HTML unescaping leave such text alone: no entity, nothing outside printable ASCII and common white space.
+_PLAIN = re.compile(r"[\t\n\r -%'-~]*")
+_CACHED_CHUNKS = 1 << 17
+_CACHED_CHUNK_LENGTH = 64
+
+
+class Tokenizer:
+    """OpenAI CLIP's byte-pair tokenizer. Costs nothing to make or pickle: each process loads the table at first use."""
+
+    name = "openai-clip-bpe"
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the merges file, as published, in hexadecimal."""
+        return hashlib.sha256(_merges_file()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without start and end. Special tokens spelled in the text become their ids, as published.
+
+        Any string will do: lone surrogates, control characters and mojibake are repaired or become U+FFFD.
+        """
+        chunks = _table().chunks
+        # No word spans white space, so the words of a text are those of its chunks.
+        return list(itertools.chain.from_iterable([chunks[chunk] for chunk in clean_text(text).split(" ") if chunk]))
+
+    def tokenize(self, text: str, context_length: int = CONTEXT_LENGTH) -> list[int]:
+        """`context_length` ids: start, text, end, zeros. A longer text is cut and the last id is still the end."""
+        return _fit(self.encode(text), context_length)
+
+    def tokenize_slots(self, captions: Sequence[str], slots: int, context_length: int = CONTEXT_LENGTH) -> list[int]:
+        """The ids of a record: `slots * context_length` of them. See `fill_slots`."""
+        return self.fill_slots(captions, slots, context_length)[0]
+
+    def fill_slots(
+        self, captions: Sequence[str], slots: int, context_length: int = CONTEXT_LENGTH
+    ) -> tuple[list[int], int]:
+        """The ids of a record and how many of its captions had to be cut.
+
+        Fewer captions than slots repeat in order (a, b fill three slots as a, b, a); captions beyond are left out.
+        Raises ValueError without any caption.
+        """
+        if not captions:
+            raise ValueError("a record needs at least one caption")
+        encoded = [self.encode(caption) for caption in captions[:slots]]
+        rows = [_fit(ids, context_length) for ids in encoded]
+        cut = sum(len(ids) + 2 > context_length for ids in encoded)
+        return list(itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), slots))), cut
+
+    def decode(self, ids: Iterable[float]) -> str:
+        """The cleaned text of `ids`, which may be a slot of a record: start, end and padding are left out.
+
+        Raises ValueError for a number that is no token id.
+        """
+        return _decode(ids)
+
+
+def _fit(ids: list[int], context_length: int) -> list[int]:
+    kept = ids[: context_length - 2]
+    return [START_ID, *kept, END_ID] + [0] * (context_length - 2 - len(kept))
+
+
+def _decode(ids: Iterable[float]) -> str:
+    table = _table()
+    tokens = [int(number) for number in ids]
+    if tokens and tokens[0] == START_ID:
+        tokens = tokens[1:]
+    padded = len(tokens)
+    while padded and tokens[padded - 1] == 0:
+        padded -= 1
+    # Zero is also the id of "!", so zeros are padding only behind the end.
+    if padded and tokens[padded - 1] == END_ID:
+        tokens = tokens[: padded - 1]
+    for token in tokens:
+        if not 0 <= token < VOCAB_SIZE:
+            raise ValueError(f"{token} is no token id; they go from 0 to {VOCAB_SIZE - 1}")
+    return b"".join([table.pieces[token] for token in tokens]).decode("utf-8", errors="replace").rstrip(" ")
+
+
+def clean_text(text: str) -> str:
+    """`text` as the tokenizer sees it: repaired, unescaped twice, white space collapsed, lower case."""
+    if not _PLAIN.fullmatch(text):
+        import ftfy
+
+        text = _unescape(_unescape(ftfy.fix_text(text)))
+    return " ".join(text.split()).lower()
+
+
+def _unescape(text: str) -> str:
+    try:
+        return html.unescape(text)
+    except ValueError:
+        # Python refuses to read numbers of thousands of digits; no character has one beyond seven.
+        text = re.sub("&#0+(?=[0-9])", "&#", text)
+        return html.unescape(re.sub("&#[0-9]{8,};?", "\ufffd", text))
+
+
+def clean_captions(captions: Iterable[str | None]) -> list[str]:
+    """The captions that say something: those of white space and NUL alone, or None, are left out."""
+    return [caption for caption in captions if caption is not None and caption.replace("\0", " ").strip()]
+
+
+def decode_caption_bytes(data: bytes) -> str:
+    """The text of a caption file whose encoding nobody names. Never raises.
+
+    A byte order mark decides (UTF-8, UTF-16, UTF-32) and is removed; then UTF-8, if valid; UTF-16 without a mark where
+    every other byte is mostly zero; CESU-8 and Java's UTF-8; and last Windows-1252, which reads Latin-1 too. Other
+    legacy encodings cannot be told apart in so short a text: convert such files first (`iconv -f gb18030 -t utf-8`).
+    """
+    for mark, encoding in _BYTE_ORDER_MARKS:
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding, errors="replace")
+    wide = _utf16_without_mark(data)
+    if wide:
+        return data.decode(wide, errors="replace")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        import ftfy.bad_codecs  # noqa: F401 - registers the two codecs below
+
+        try:
+            return data.decode("utf-8-variants")
+        except UnicodeDecodeError:
+            return data.decode("sloppy-windows-1252")
+
+
+# UTF-32 first: its little-endian mark starts with UTF-16's.
+_BYTE_ORDER_MARKS = (
+    (b"\xef\xbb\xbf", "utf-8"),
+    (b"\xff\xfe\x00\x00", "utf-32-le"),
+    (b"\x00\x00\xfe\xff", "utf-32-be"),
+    (b"\xff\xfe", "utf-16-le"),
+    (b"\xfe\xff", "utf-16-be"),
+)
+
+
+def _utf16_without_mark(data: bytes) -> str | None:
+    even, odd = data[0::2].count(0), data[1::2].count(0)
+    if len(data) % 2 or len(data) < 4 or (even and odd):
+        return None
+    half = len(data) // 4
+    if odd > half:
+        return "utf-16-le"
+    return "utf-16-be" if even > half else None
+
+
+@dataclass(frozen=True)
+class _Table:
+    chunks: "_Chunks"
+    pieces: list[bytes]  # id -> the text it stands for, a space closing each word
+
+
+class _Chunks(dict[str, tuple[int, ...]]):
+    """Chunk of text without white space -> ids; those seen before are looked up."""
+
+    def __init__(self, encode: Callable[[str], tuple[int, ...]]) -> None:
+        super().__init__()
+        self._encode = encode
+
+    def __missing__(self, chunk: str) -> tuple[int, ...]:
+        ids = self._encode(chunk)
+        if len(chunk) <= _CACHED_CHUNK_LENGTH:
+            if len(self) >= _CACHED_CHUNKS:
+                self.clear()
+            self[chunk] = ids
+        return ids
+
+
+def _merges_file() -> bytes:
+    return importlib.resources.files("rwkvclip_cli.data").joinpath(MERGES_FILE).read_bytes()
+
+
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte in the table: itself where it prints, else one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    stand_in = itertools.count(256)
+    return [chr(byte) if byte in printable else chr(next(stand_in)) for byte in range(256)]
+
+
+@functools.cache
+def _table() -> _Table:
+    import regex
+
+    symbols = _byte_symbols()
+    # Ids 0 to 255 are the bytes in the order of their characters, the printable ones first.
+    ordered = sorted(symbols, key=ord)
+    lines = gzip.decompress(_merges_file()).split(b"\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
+    pairs = [tuple(line.decode("utf-8").split()) for line in lines]
+    vocabulary = ordered + [symbol + END_OF_WORD for symbol in ordered]
+    vocabulary += ["".join(pair) for pair in pairs] + [START_TEXT, END_TEXT]
+    ids = {piece: number for number, piece in enumerate(vocabulary)}
+
+    merges = [(ids[left], ids[right], ids[left + right]) for left, right in pairs]
+    ranks = {(left, right): rank for rank, (left, right, _) in enumerate(merges)}
+    inside = [ids[symbol] for symbol in symbols]
+    last = [ids[symbol + END_OF_WORD] for symbol in symbols]
+    find_words: Callable[[str], list[str]] = regex.compile(WORDS, regex.IGNORECASE).findall
+
+    def encode_chunk(chunk: str) -> tuple[int, ...]:
+        chunk_ids: list[int] = []
+        for word in find_words(chunk):
+            if word in (START_TEXT, END_TEXT):
+                chunk_ids.append(ids[word])
+                continue
+            data = word.encode("utf-8")
+            chunk_ids += _merge([*(inside[byte] for byte in data[:-1]), last[data[-1]]], merges, ranks)
+        return tuple(chunk_ids)
+
+    return _Table(_Chunks(encode_chunk), _pieces(vocabulary, symbols))
+
+
+def _pieces(vocabulary: list[str], symbols: list[str]) -> list[bytes]:
+    byte_of = {ord(symbol): byte for byte, symbol in enumerate(symbols)}
+    # Latin-1 maps the character of each code below 256 to that byte.
+    return [piece.translate(byte_of).encode("latin-1").replace(b"</w>", b" ") for piece in vocabulary]
+
+
+def _merge(word: list[int], merges: Sequence[tuple[int, int, int]], ranks: dict[tuple[int, int], int]) -> list[int]:
+    """Apply to the symbols of `word`, in rounds, the pair of the lowest rank present, at every place left to right.
+
+    A heap of (rank, place) finds the pairs, so a word of 100,000 letters costs n log n; pairs that a round creates
+    wait for the next one, even if their rank is lower.
+    """
+    length = len(word)
+    after, before = list(range(1, length + 1)), list(range(-1, length - 1))
+    heap: list[tuple[int, int]] = []
+
+    def note(left: int, right: int, into: list[tuple[int, int]]) -> None:
+        rank = ranks.get((word[left], word[right]))
+        if rank is not None:
+            into.append((rank, left))
+
+    for place in range(length - 1):
+        note(place, place + 1, heap)
+    heapify(heap)
+    while heap:
+        current = heap[0][0]
+        left, right, merged = merges[current]
+        created: list[tuple[int, int]] = []
+        while heap and heap[0][0] == current:
+            place = heappop(heap)[1]
+            other = after[place]
+            # Entries outlive their pairs: an earlier merge may have taken either symbol.
+            if other >= length or word[place] != left or word[other] != right:
+                continue
+            word[place], word[other] = merged, -1
+            after[place] = beyond = after[other]
+            if beyond < length:
+                before[beyond] = place
+                note(place, beyond, created)
+            if before[place] >= 0:
+                note(before[place], place, created)
+        for entry in created:
+            heappush(heap, entry)
+    return [symbol for symbol in word if symbol >= 0]

@@ -1,0 +1,406 @@
+"""RecordIO, byte for byte as MXNet 1.9.1 writes it: a .rec of records beside a .idx of their offsets.
+
+>>> RecordReader("pairs.rec")[0][:4]  # the header's flag: how many float labels follow
+b'\\xe7\\x00\\x00\\x00'
+
+A record is one part or several; a part is the magic word, a word of flag (3 bits) and length (29 bits), the data, and
+zeros up to a multiple of four bytes. Where the payload itself holds the magic word at a multiple of four, it is split
+there: the word is left out and the parts are flagged first, middle or last. Everything is little-endian.
+"""
+
+import contextlib
+import operator
+import os
+import re
+import struct
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NoReturn
+
+from rwkvclip_cli.console import RwkvClipError
+
+MAGIC = 0xCED7230A
+MAGIC_BYTES = MAGIC.to_bytes(4, "little")
+LENGTH_BITS = 29
+MAX_PAYLOAD_BYTES = 2**LENGTH_BITS - 1
+WHOLE, FIRST, MIDDLE, LAST = range(4)
+
+_PART = struct.Struct("<II")  # magic, flag << 29 | length
+_HEADER = struct.Struct("<IfQQ")  # number of float labels, scalar label, id, id2
+_BUFFER_BYTES = 1 << 20
+_INDEX_LINES = re.compile(rb"(?:[0-9]++\t[0-9]++\r?\n)*+(?:[0-9]++\t[0-9]++)?+")
+_BOM = b"\xef\xbb\xbf"
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One image with its labels, as `fn.readers.mxnet` and `mxnet.recordio.unpack` see it.
+
+    labels: float32 values, any number of them (231: three captions of 77 token ids).
+    image: the encoded image. id, id2: unsigned 64-bit.
+    label: the header's own float32, which readers look at only where `labels` is empty.
+    """
+
+    labels: Sequence[float]
+    image: bytes
+    id: int = 0
+    id2: int = 0
+    label: float = 0.0
+
+
+def pack_record(record: Record) -> bytes:
+    """The payload of `record`: 24 bytes of header, its labels as float32, then the image.
+
+    Fastest where `labels` is an `array("f")`; any sequence of numbers will do.
+    """
+    header = _HEADER.pack(len(record.labels), record.label, record.id, record.id2)
+    return b"".join((header, _float32_bytes(record.labels), record.image))
+
+
+def unpack_record(payload: bytes, where: str = "the payload") -> Record:
+    """The record that `payload` holds; its labels are an `array("f")`. `where` names the record in errors.
+
+    Raises RwkvClipError where the header is cut off or promises more labels than there are bytes.
+    """
+    if len(payload) < _HEADER.size:
+        raise RwkvClipError(f"{where} has {len(payload)} bytes, fewer than an image record's header of {_HEADER.size}")
+    count, label, id_, id2 = _HEADER.unpack_from(payload)
+    image_at = _HEADER.size + 4 * count
+    if len(payload) < image_at:
+        raise RwkvClipError(
+            f"{where} promises {count} labels, {4 * count} bytes, but only {len(payload) - _HEADER.size} bytes follow"
+        )
+    labels = array("f")
+    labels.frombytes(payload[_HEADER.size : image_at])
+    if sys.byteorder == "big":
+        labels.byteswap()
+    return Record(labels, payload[image_at:], id_, id2, label)
+
+
+def _float32_bytes(values: Sequence[float]) -> bytes:
+    floats = values if isinstance(values, array) and values.typecode == "f" else array("f", values)
+    if sys.byteorder == "big":
+        floats = floats[:]
+        floats.byteswap()
+    return floats.tobytes()
+
+
+def default_index_path(path: PathLike) -> Path:
+    """Where the index of a .rec lies unless said otherwise: the same name with the suffix .idx."""
+    return Path(path).with_suffix(".idx")
+
+
+class RecordWriter:
+    """Writes a .rec and its .idx as a stream, in constant memory; what exists under the two names is replaced.
+
+    >>> with RecordWriter("pairs.rec") as writer:
+    ...     writer.write(pack_record(Record([49406, 320, 2368, 49407], jpeg)))
+    0
+
+    Where the `with` block raises, both files are closed as they are and left for the caller. A write that fails (a
+    full disk, say) raises RwkvClipError, at the latest from `close`, which also waits until the data is on the disk
+    (`sync=False` leaves that to the system).
+    """
+
+    def __init__(self, path: PathLike, index_path: PathLike | None = None, *, sync: bool = True) -> None:
+        self.path = Path(path)
+        self.index_path = default_index_path(path) if index_path is None else Path(index_path)
+        if self.path == self.index_path:
+            raise RwkvClipError(f"{path}: records and index need two files", "give the records the suffix .rec")
+        self.count = 0
+        self.size_bytes = 0
+        self._sync = sync
+        self._failed = False
+        self._file = _create(self.path)
+        try:
+            self._index = _create(self.index_path)
+        except RwkvClipError:
+            self._file.close()
+            raise
+
+    def write(self, payload: bytes, key: int | None = None) -> int:
+        """Append one record and return its offset in bytes. `key`, by default its ordinal, goes into the index.
+
+        Raises RwkvClipError for 2**29 bytes or more, which the format cannot hold, and where the disk refuses.
+        """
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise RwkvClipError(
+                f"record {self.count} of {self.path} has {len(payload):,} bytes; RecordIO holds at most"
+                f" {MAX_PAYLOAD_BYTES:,}",
+                "rwkvclip pack --max-side 2048 ... makes images smaller",
+            )
+        if self._failed:
+            raise RwkvClipError(f"{self.path} is incomplete: an earlier write failed")
+        offset = self.size_bytes
+        try:
+            self._write_parts(payload)
+            self._index.write(b"%d\t%d\n" % (self.count if key is None else key, offset))
+        except OSError as error:
+            self._fail(error)
+        self.count += 1
+        return offset
+
+    def _write_parts(self, payload: bytes) -> None:
+        flag, start = WHOLE, 0
+        found = payload.find(MAGIC_BYTES)
+        while found >= 0:
+            if found % 4:
+                found = payload.find(MAGIC_BYTES, found + 1)
+                continue
+            self._write_part(FIRST if flag == WHOLE else MIDDLE, payload[start:found])
+            flag, start = LAST, found + 4
+            found = payload.find(MAGIC_BYTES, start)
+        self._write_part(flag, payload[start:] if start else payload)
+
+    def _write_part(self, flag: int, data: bytes) -> None:
+        length = len(data)
+        padding = -length % 4
+        self._file.write(_PART.pack(MAGIC, flag << LENGTH_BITS | length))
+        self._file.write(data)
+        if padding:
+            self._file.write(bytes(padding))
+        self.size_bytes += _PART.size + length + padding
+
+    def close(self) -> None:
+        """Write out what is buffered and close both files, RwkvClipError where that fails. Again: nothing happens."""
+        if self._file.closed:
+            return
+        try:
+            for file in (self._file, self._index):
+                file.flush()
+                if self._sync:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Close both files whatever happens: an error that matters has been raised already."""
+        for file in (self._file, self._index):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _fail(self, error: OSError) -> NoReturn:
+        self._failed = True
+        raise RwkvClipError(
+            f"cannot write {self.path} or its index at record {self.count}, byte {self.size_bytes:,}: {error.strerror}",
+            f"df -h {self.path.absolute().parent}",
+        ) from error
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+
+def _create(path: Path) -> BinaryIO:
+    try:
+        return open(path, "wb", buffering=_BUFFER_BYTES)
+    except OSError as error:
+        raise RwkvClipError(f"cannot create {path}: {error.strerror}", f"ls -ld {path.absolute().parent}") from error
+
+
+class RecordReader:
+    """The payloads of a .rec, by ordinal in file order or streamed; threads may share one reader.
+
+    >>> with RecordReader("pairs.rec") as reader:
+    ...     captions = [unpack_record(payload).labels for payload in reader]
+
+    The offsets come from `index_path`, or from the .idx beside the file, or, where there is none, from walking the
+    file. An index may name a part of the records. `offsets` holds the first byte of each record, ascending.
+    Every kind of damage raises RwkvClipError with path, record and byte: in the index at once, in a record when it is
+    read (at once where the file is walked).
+    """
+
+    def __init__(self, path: PathLike, index_path: PathLike | None = None) -> None:
+        self.path = Path(path)
+        self._file = _open(self.path)
+        try:
+            self.size_bytes = os.fstat(self._file.fileno()).st_size
+            beside = default_index_path(path)
+            if index_path is None and not (beside != self.path and beside.exists()):
+                self.index_path: Path | None = None
+                self.offsets = array("Q", self._walk())
+            else:
+                self.index_path = Path(index_path) if index_path is not None else beside
+                self.offsets = read_index(self.index_path)
+                self._check_index(self.index_path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, ordinal: int) -> bytes:
+        """The payload of one record; negative ordinals count from the end."""
+        count = len(self.offsets)
+        if not -count <= ordinal < count:
+            raise IndexError(f"{self.path} has {count} records; there is no record {ordinal}")
+        ordinal %= count
+        start = self.offsets[ordinal]
+        end = self.offsets[ordinal + 1] if ordinal + 1 < count else self.size_bytes
+        # Nearly always the whole record, in one system call.
+        window = self._pread(min(end - start, _BUFFER_BYTES), start)
+        pieces = []
+        for data_at, length in self._parts(start, ordinal, window):
+            piece = window[data_at - start : data_at - start + length]
+            if len(piece) < length:
+                piece = self._pread(length, data_at)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else MAGIC_BYTES.join(pieces)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[ordinal] for ordinal in range(len(self.offsets)))
+
+    def record(self, ordinal: int) -> Record:
+        """The labels and image of one record; RwkvClipError where it is no image record."""
+        return unpack_record(self[ordinal], f"record {ordinal} of {self.path}")
+
+    def close(self) -> None:
+        """Close the file; reading on raises ValueError."""
+        self._file.close()
+
+    def __enter__(self) -> "RecordReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        """`count` bytes at `offset`, fewer only at the file's end: a single call may return less (at 2 GiB, say)."""
+        data = os.pread(self._file.fileno(), count, offset)
+        while 0 < len(data) < count:
+            more = os.pread(self._file.fileno(), count - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def _walk(self) -> Iterator[int]:
+        """The offset of each record, found from the parts' lengths alone."""
+        ordinal = offset = 0
+        while offset < self.size_bytes:
+            yield offset
+            for data_at, length in self._parts(offset, ordinal, b""):
+                offset = data_at + length + -length % 4
+            ordinal += 1
+
+    def _parts(self, record_at: int, ordinal: int, window: bytes) -> Iterator[tuple[int, int]]:
+        """Offset and length of the data of each part of the record at `record_at`, whose first bytes are `window`."""
+        part_at, number, flag = record_at, 0, FIRST
+        while flag in (FIRST, MIDDLE):
+            header = window[part_at - record_at : part_at - record_at + _PART.size]
+            if len(header) < _PART.size:
+                header = self._pread(_PART.size, part_at)
+            if len(header) < _PART.size:
+                self._damaged(ordinal, record_at, f"only {len(header)} bytes of a part's head at byte {part_at:,}")
+            magic, word = _PART.unpack(header)
+            flag, length = word >> LENGTH_BITS, word & MAX_PAYLOAD_BYTES
+            if magic != MAGIC:
+                self._damaged(ordinal, record_at, f"0x{magic:08x} at byte {part_at:,}, not the magic 0x{MAGIC:08x}")
+            if flag not in ((MIDDLE, LAST) if number else (WHOLE, FIRST)):
+                wanted = "2 (middle) or 3 (last)" if number else "0 (whole) or 1 (first)"
+                self._damaged(ordinal, record_at, f"part {number} at byte {part_at:,} has flag {flag}, not {wanted}")
+            end = part_at + _PART.size + length + -length % 4
+            if end > self.size_bytes:
+                cut = f"part {number} would end at byte {end:,}, but the file ends at {self.size_bytes:,}"
+                self._damaged(ordinal, record_at, cut)
+            yield part_at + _PART.size, length
+            part_at, number = end, number + 1
+
+    def _damaged(self, ordinal: int, offset: int, what: str) -> NoReturn:
+        raise RwkvClipError(
+            f"{self.path}: record {ordinal} at byte {offset:,} is damaged: {what}",
+            f"rwkvclip pack SOURCE {self.path} --overwrite",
+        )
+
+    def _check_index(self, index_path: Path) -> None:
+        if self.size_bytes and not self.offsets:
+            raise _index_error(index_path, f"lists no record, but {self.path} holds {self.size_bytes:,} bytes")
+        outside = bisect_left(self.offsets, self.size_bytes)
+        if outside < len(self.offsets):
+            raise _index_error(
+                index_path,
+                f"line {outside + 1}: record {outside} would start at byte {self.offsets[outside]:,},"
+                f" but {self.path} ends at {self.size_bytes:,}",
+            )
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise RwkvClipError(f"cannot read {path}: {error.strerror}", f"ls -l {path}") from error
+
+
+def read_index(index_path: PathLike) -> "array[int]":
+    """The offsets that an index lists, in bytes: lines of key, tab, offset, with ascending offsets and distinct keys.
+
+    Raises RwkvClipError with the line for anything else. DALI would stop at such a line and train on fewer records.
+    """
+    path = Path(index_path)
+    offsets, keys = array("Q"), array("Q")
+    with _open(path) as raw:
+        file = os.fdopen(os.dup(raw.fileno()), "rb", buffering=_BUFFER_BYTES)
+        with file:
+            while lines := file.readlines(_BUFFER_BYTES):
+                block = b"".join(lines)
+                if not _INDEX_LINES.fullmatch(block):
+                    _refuse_line(path, len(offsets), lines)
+                fields = block.split()
+                try:
+                    keys.extend(map(int, fields[0::2]))
+                    offsets.extend(map(int, fields[1::2]))
+                except OverflowError:
+                    raise _index_error(path, "has a number of more than 64 bits") from None
+    _check_ascending(path, offsets)
+    _check_distinct(path, keys)
+    return offsets
+
+
+def _refuse_line(path: Path, before: int, lines: list[bytes]) -> NoReturn:
+    for number, line in enumerate(lines, before + 1):
+        if number == 1 and line.startswith(_BOM):
+            raise _index_error(path, "starts with a byte order mark, at which DALI reads no record at all")
+        if not _INDEX_LINES.fullmatch(line):
+            raise _index_error(path, f"line {number} is {line[:80]!r}, not a key, a tab and an offset")
+    raise AssertionError("a block is refused only for one of its lines")
+
+
+def _check_ascending(path: Path, offsets: "array[int]") -> None:
+    following = memoryview(offsets)[1:]
+    if all(map(operator.lt, offsets, following)):
+        return
+    line = next(i for i, (one, two) in enumerate(zip(offsets, following, strict=False), 2) if one >= two)
+    fault = "repeats the offset" if offsets[line - 1] == offsets[line - 2] else "goes back in the file after offset"
+    raise _index_error(path, f"line {line}: offset {offsets[line - 1]} {fault} {offsets[line - 2]}")
+
+
+def _check_distinct(path: Path, keys: "array[int]") -> None:
+    # The usual index has ascending keys; only others cost a set.
+    if all(map(operator.lt, keys, memoryview(keys)[1:])) or len(set(keys)) == len(keys):
+        return
+    seen: dict[int, int] = {}
+    for line, key in enumerate(keys, 1):
+        if key in seen:
+            raise _index_error(path, f"line {line} repeats the key {key} of line {seen[key]}; DALI would skip it")
+        seen[key] = line
+
+
+def _index_error(path: Path, what: str) -> RwkvClipError:
+    return RwkvClipError(f"{path} {what}", f"rwkvclip pack SOURCE {path.with_suffix('.rec')} --overwrite")
