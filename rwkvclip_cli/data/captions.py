@@ -53,8 +53,8 @@ class Tokenizer:
         Any string will do: lone surrogates, control characters and mojibake are repaired or become U+FFFD.
         """
         chunks = _table().chunks
-        # No word spans white space, so the words of a text are those of its chunks.
-        return list(itertools.chain.from_iterable([chunks[chunk] for chunk in clean_text(text).split(" ") if chunk]))
+        # No word spans white space, so the words of a text are those of its chunks, however wide the gaps.
+        return list(itertools.chain.from_iterable(map(chunks.__getitem__, _repair(text).lower().split())))
 
     def tokenize(self, text: str, context_length: int = CONTEXT_LENGTH) -> list[int]:
         """`context_length` ids: start, text, end, zeros. A longer text is cut and the last id is still the end."""
@@ -111,11 +111,15 @@ def _decode(ids: Iterable[float]) -> str:
 
 def clean_text(text: str) -> str:
     """`text` as the tokenizer sees it: repaired, unescaped twice, white space collapsed, lower case."""
-    if not _PLAIN.fullmatch(text):
-        import ftfy
+    return " ".join(_repair(text).split()).lower()
 
-        text = _unescape(_unescape(ftfy.fix_text(text)))
-    return " ".join(text.split()).lower()
+
+def _repair(text: str) -> str:
+    if _PLAIN.fullmatch(text):
+        return text
+    import ftfy
+
+    return _unescape(_unescape(ftfy.fix_text(text)))
 
 
 def _unescape(text: str) -> str:

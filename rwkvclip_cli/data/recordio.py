@@ -12,6 +12,7 @@ import contextlib
 import operator
 import os
 import re
+import stat
 import struct
 import sys
 from array import array
@@ -33,7 +34,7 @@ WHOLE, FIRST, MIDDLE, LAST = range(4)
 _PART = struct.Struct("<II")  # magic, flag << 29 | length
 _HEADER = struct.Struct("<IfQQ")  # number of float labels, scalar label, id, id2
 _BUFFER_BYTES = 1 << 20
-_INDEX_LINES = re.compile(rb"(?:[0-9]++\t[0-9]++\r?\n)*+(?:[0-9]++\t[0-9]++)?+")
+_INDEX_LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")
 _BOM = b"\xef\xbb\xbf"
 
 PathLike = str | os.PathLike[str]
@@ -136,8 +137,7 @@ class RecordWriter:
                 f" {MAX_PAYLOAD_BYTES:,}",
                 "rwkvclip pack --max-side 2048 ... makes images smaller",
             )
-        if self._failed:
-            raise RwkvClipError(f"{self.path} is incomplete: an earlier write failed")
+        self._refuse_after_failure()
         offset = self.size_bytes
         try:
             self._write_parts(payload)
@@ -173,6 +173,7 @@ class RecordWriter:
         if self._file.closed:
             return
         try:
+            self._refuse_after_failure()
             for file in (self._file, self._index):
                 file.flush()
                 if self._sync:
@@ -187,6 +188,10 @@ class RecordWriter:
         for file in (self._file, self._index):
             with contextlib.suppress(OSError):
                 file.close()
+
+    def _refuse_after_failure(self) -> None:
+        if self._failed:
+            raise RwkvClipError(f"{self.path} is incomplete: an earlier write failed")
 
     def _fail(self, error: OSError) -> NoReturn:
         self._failed = True
@@ -230,7 +235,10 @@ class RecordReader:
         self.path = Path(path)
         self._file = _open(self.path)
         try:
-            self.size_bytes = os.fstat(self._file.fileno()).st_size
+            status = os.fstat(self._file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise RwkvClipError(f"{path} is no regular file; records are read by their place in it")
+            self.size_bytes = status.st_size
             beside = default_index_path(path)
             if index_path is None and not (beside != self.path and beside.exists()):
                 self.index_path: Path | None = None
@@ -261,6 +269,10 @@ class RecordReader:
             piece = window[data_at - start : data_at - start + length]
             if len(piece) < length:
                 piece = self._pread(length, data_at)
+                if len(piece) < length:
+                    self._damaged(
+                        ordinal, start, f"the file has shrunk from {self.size_bytes:,} bytes since it was opened"
+                    )
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else MAGIC_BYTES.join(pieces)
 
@@ -341,9 +353,9 @@ class RecordReader:
             )
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path, buffering: int = 0) -> BinaryIO:
     try:
-        return open(path, "rb", buffering=0)
+        return open(path, "rb", buffering)
     except OSError as error:
         raise RwkvClipError(f"cannot read {path}: {error.strerror}", f"ls -l {path}") from error
 
@@ -355,19 +367,14 @@ def read_index(index_path: PathLike) -> "array[int]":
     """
     path = Path(index_path)
     offsets, keys = array("Q"), array("Q")
-    with _open(path) as raw:
-        file = os.fdopen(os.dup(raw.fileno()), "rb", buffering=_BUFFER_BYTES)
-        with file:
-            while lines := file.readlines(_BUFFER_BYTES):
-                block = b"".join(lines)
-                if not _INDEX_LINES.fullmatch(block):
-                    _refuse_line(path, len(offsets), lines)
-                fields = block.split()
-                try:
-                    keys.extend(map(int, fields[0::2]))
-                    offsets.extend(map(int, fields[1::2]))
-                except OverflowError:
-                    raise _index_error(path, "has a number of more than 64 bits") from None
+    with _open(path, _BUFFER_BYTES) as file:
+        while lines := file.readlines(_BUFFER_BYTES):
+            block = b"".join(lines)
+            if not _INDEX_LINES.fullmatch(block):
+                _refuse_line(path, len(offsets), lines)
+            fields = block.split()
+            keys.extend(map(int, fields[0::2]))
+            offsets.extend(map(int, fields[1::2]))
     _check_ascending(path, offsets)
     _check_distinct(path, keys)
     return offsets
