@@ -133,3 +133,23 @@ def _parameter(field: Any, hint: Any) -> inspect.Parameter:
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, annotation=list[str] if is_list else hint, default=value
     )
+
+
+@command("train", config.TrainConfig, "Train one rank; torchrun or `rwkvclip launch` starts as many as needed.")
+def _train(options: config.TrainConfig) -> None:
+    from rwkvclip_cli.train import train
+
+    outcome = train(options)
+    if not outcome.finished:
+        raise typer.Exit(console.EXIT_STOPPED)
+
+
+@command("eval", config.EvalConfig, "Measure a checkpoint's retrieval on a packed data set.")
+def _eval(options: config.EvalConfig) -> None:
+    from rwkvclip_cli.train import evaluate
+
+    found = evaluate.evaluate(options)
+    if options.json:
+        console.result_json(found.document())
+    else:
+        console.result(evaluate.table(found))

@@ -35,10 +35,12 @@ def option(
     choices: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
     argument: bool = False,
+    required: bool = False,
 ) -> Any:
     """One option of a command: a dataclass field that carries its help, bounds and other spellings.
 
-    `argument=True` makes it positional on the command line; `aliases` are hidden spellings.
+    `argument=True` makes it positional on the command line; `aliases` are hidden spellings; a `required` text option
+    may come from the settings file but has to come from somewhere.
     """
     metadata = {
         "help": help,
@@ -47,6 +49,7 @@ def option(
         "choices": choices,
         "aliases": aliases,
         "argument": argument,
+        "required": required,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -75,6 +78,8 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
     if value is None:
         return
     shown = option_name(field) if meta["argument"] else f"--{option_name(field)}"
+    if meta["required"] and not value:
+        raise UsageError(f"{shown} is missing: {meta['help']}", hint=f"{shown} PATH")
     if meta["choices"] and value not in meta["choices"]:
         near = difflib.get_close_matches(str(value), meta["choices"], 1)
         hint = f"{shown} {near[0]}" if near else ""
@@ -118,8 +123,8 @@ class PackConfig(Options):
 class TrainConfig(Options):
     """`rwkvclip train`, the worker that torchrun starts once a rank."""
 
-    output: str = option("", "Folder for checkpoints, metrics and curves.")
-    train_data: str = option("", "The packed .rec file to train on.")
+    output: str = option("", "Folder for checkpoints, metrics and curves.", required=True)
+    train_data: str = option("", "The packed .rec file to train on.", required=True)
     train_num_samples: int | None = option(None, "Distinct records an epoch (default: all).", minimum=1)
     batch_size: int = option(256, "Pairs a step on each rank.", minimum=1)
     epochs: int = option(32, "Passes over the data.", minimum=1)
@@ -202,14 +207,12 @@ class EvalConfig(Options):
     """`rwkvclip eval CHECKPOINT --data heldout.rec`."""
 
     checkpoint: str = option("", "Checkpoint folder, run folder, .safetensors or .pt.", argument=True)
-    data: str = option("", "The packed .rec file to evaluate on.")
+    data: str = option("", "The packed .rec file to evaluate on.", required=True)
     model: str | None = option(None, "Model size, where the checkpoint does not say.", choices=MODELS)
     model_config: str | None = option(None, "JSON or TOML file of model arguments.")
     batch_size: int = option(256, "Pairs embedded at once.", minimum=1)
     caption_slot: int = option(0, "Caption slot to retrieve with.", minimum=0)
-    precision: str | None = option(
-        None, "Arithmetic (default: bf16 on a GPU, fp32 on a CPU).", choices=PRECISIONS
-    )
+    precision: str | None = option(None, "Arithmetic (default: bf16 on a GPU, fp32 on a CPU).", choices=PRECISIONS)
     workers: int | None = option(None, "Loader threads (default: the cores).", minimum=1, maximum=1024)
     chunk_size: int = option(1024, "Rows of the score matrix held at once.", minimum=1)
     json: bool = option(False, "Print one JSON document.")

@@ -188,12 +188,11 @@ def _build(
     training: bool = True,
 ) -> Any:
     """The pipeline of one epoch: images, label floats and each record's place in the file."""
-    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali import Pipeline, fn, types
 
     on_gpu = spec.device_id is not None
     decoder = {"device": "mixed", "hw_decoder_load": 1.0} if on_gpu else {"device": "cpu"}
-
-    @pipeline_def(
+    pipe = Pipeline(
         batch_size=spec.batch_size,
         num_threads=spec.threads,
         device_id=spec.device_id,
@@ -201,7 +200,7 @@ def _build(
         enable_checkpointing=training,
         checkpoint=state,
     )
-    def graph() -> Any:
+    with pipe:
         jpegs, labels = fn.readers.mxnet(
             path=[str(packed.rec)],
             index_path=[str(index)],
@@ -238,9 +237,7 @@ def _build(
             std=[255 * value for value in CLIP_STD],
             mirror=mirror,
         )
-        return images, labels, place
-
-    pipe = graph()
+        pipe.set_outputs(images, labels, place)
     try:
         pipe.build()
     except RuntimeError as error:

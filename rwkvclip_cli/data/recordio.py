@@ -59,10 +59,19 @@ class Record:
 def pack_record(record: Record) -> bytes:
     """The payload of `record`: 24 bytes of header, its labels as float32, then the image.
 
-    Fastest where `labels` is an `array("f")`; any sequence of numbers will do.
+    Fastest where `labels` is an `array("f")`; any sequence of numbers will do. Raises RwkvClipError where header or
+    labels hold the magic word: such a record is split before its image, and DALI 2.4 reads those splits wrongly.
     """
-    header = _HEADER.pack(len(record.labels), record.label, record.id, record.id2)
-    return b"".join((header, _float32_bytes(record.labels), record.image))
+    head = _HEADER.pack(len(record.labels), record.label, record.id, record.id2) + _float32_bytes(record.labels)
+    found = _find_magic(head)
+    if found >= 0:
+        place = f"label {(found - _HEADER.size) // 4}" if found >= _HEADER.size else "the header"
+        raise RwkvClipError(
+            f"the record with id {record.id}, id2 {record.id2} holds the bytes {MAGIC_BYTES.hex()} in {place};"
+            " DALI cannot read it",
+            "number the records from 0 and label them with token ids",
+        )
+    return head + record.image
 
 
 def unpack_record(payload: bytes, where: str = "the payload") -> Record:
@@ -83,6 +92,14 @@ def unpack_record(payload: bytes, where: str = "the payload") -> Record:
     if sys.byteorder == "big":
         labels.byteswap()
     return Record(labels, payload[image_at:], id_, id2, label)
+
+
+def _find_magic(data: bytes, start: int = 0) -> int:
+    """Where the next magic word at a multiple of four lies in `data`, or -1."""
+    found = data.find(MAGIC_BYTES, start)
+    while found >= 0 and found % 4:
+        found = data.find(MAGIC_BYTES, found + 1)
+    return found
 
 
 def _float32_bytes(values: Sequence[float]) -> bytes:
@@ -149,14 +166,9 @@ class RecordWriter:
 
     def _write_parts(self, payload: bytes) -> None:
         flag, start = WHOLE, 0
-        found = payload.find(MAGIC_BYTES)
-        while found >= 0:
-            if found % 4:
-                found = payload.find(MAGIC_BYTES, found + 1)
-                continue
+        while (found := _find_magic(payload, start)) >= 0:
             self._write_part(FIRST if flag == WHOLE else MIDDLE, payload[start:found])
             flag, start = LAST, found + 4
-            found = payload.find(MAGIC_BYTES, start)
         self._write_part(flag, payload[start:] if start else payload)
 
     def _write_part(self, flag: int, data: bytes) -> None:

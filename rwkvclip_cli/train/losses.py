@@ -121,7 +121,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0].contiguous()
-        if dist.get_backend(ctx.group) == "nccl":
+        if grad.is_cuda:
             own = grad.new_empty((ctx.rows, *grad.shape[1:]))
             dist.reduce_scatter_tensor(own, grad, group=ctx.group)
         else:
@@ -133,7 +133,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gather(x: Tensor, rank: int, group: dist.ProcessGroup | None) -> Tensor:
-    gathered: Tensor = _Gather.apply(x, rank, group)
+    gathered: Tensor = _Gather.apply(x, rank, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -158,6 +158,6 @@ def _gather_own(x: Tensor, rank: int, group: dist.ProcessGroup | None) -> Tensor
     """
     world_size = dist.get_world_size(group)
     others = list(_all_gather(x.detach(), group).chunk(world_size))
-    scaled: Tensor = _ScaleGradient.apply(x, float(world_size))
+    scaled: Tensor = _ScaleGradient.apply(x, float(world_size))  # type: ignore[no-untyped-call]
     others[rank] = scaled
     return torch.cat(others)

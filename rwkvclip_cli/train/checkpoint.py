@@ -1,0 +1,173 @@
+"""Checkpoints that are whole or not there: written aside, flushed, renamed; read back bit for bit.
+
+    OUTPUT/checkpoints/step-00000200/
+      model.safetensors   weights under the reference's parameter names
+      optimizer.pt        AdamW's moments and the fp16 scaler
+      ranks.pt            every rank's place in the data and its random state
+      state.json          step, epoch, samples, sizes and versions, for people and for `resume`
+
+>>> newest(Path("run"))
+PosixPath('run/checkpoints/step-00000200')
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rwkvclip_cli.console import RwkvClipError, UsageError
+
+FORMAT_VERSION = 1
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-(\d{8,})")
+MODEL_FILE, OPTIMIZER_FILE, RANKS_FILE, STATE_FILE = "model.safetensors", "optimizer.pt", "ranks.pt", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds. `ranks[r]` is what rank r needs to go on, `state` is state.json."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    ranks: list[dict[str, Any]]
+    state: dict[str, Any]
+
+
+def checkpoint_path(output: Path, step: int) -> Path:
+    """Where the checkpoint behind `step` steps lies."""
+    return output / FOLDER / f"step-{step:08d}"
+
+
+def list_checkpoints(output: Path) -> list[Path]:
+    """The whole checkpoints of a run folder, oldest first. Those in the making have other names."""
+    folder = output / FOLDER
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest(output: Path) -> Path | None:
+    """The newest whole checkpoint of a run folder, or None."""
+    found = list_checkpoints(output)
+    return found[-1] if found else None
+
+
+def save(path: Path, checkpoint: Checkpoint, *, keep: int) -> None:
+    """Write a checkpoint and remove all but the newest `keep`. One process calls this.
+
+    A reader, and a machine that loses power at any moment, sees the folder whole or not at all.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.model.items()}
+        save_file(tensors, aside / MODEL_FILE, metadata={"format": "pt"})
+        torch.save(checkpoint.optimizer, aside / OPTIMIZER_FILE)
+        torch.save(checkpoint.ranks, aside / RANKS_FILE)
+        document = {"format_version": FORMAT_VERSION, **checkpoint.state}
+        (aside / STATE_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        for file in aside.iterdir():
+            _flush(file)
+        _flush(aside)
+        if path.exists():
+            shutil.rmtree(path)  # the same step again, after a resume from an older checkpoint
+        aside.rename(path)
+        _flush(path.parent)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RwkvClipError(
+            f"{path}: the checkpoint could not be written: {error.strerror or error}; earlier ones are whole",
+            hint=f"df -h {path.parent}",
+        ) from error
+    for old in list_checkpoints(path.parent.parent)[:-keep]:
+        # Renamed first, so that no reader finds the folder half empty.
+        gone = old.with_name(f".{old.name}.old")
+        old.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint folder onto the CPU; nothing in it can run code.
+
+    Raises RwkvClipError naming the file that is missing or damaged, or a format that this version does not know.
+    """
+    state = read_state(path)
+    return Checkpoint(
+        model=read_weights(path / MODEL_FILE),
+        optimizer=_read_pickle(path / OPTIMIZER_FILE),
+        ranks=_read_pickle(path / RANKS_FILE),
+        state=state,
+    )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read state.json of a checkpoint folder."""
+    file = path / STATE_FILE
+    try:
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RwkvClipError(f"{file}: {error.strerror}", hint=f"ls {path}") from error
+    except ValueError as error:
+        raise RwkvClipError(f"{file}: damaged: {error}") from error
+    if state.get("format_version") != FORMAT_VERSION:
+        raise RwkvClipError(
+            f"{file}: format version {state.get('format_version')!r}; this rwkvclip reads {FORMAT_VERSION}"
+        )
+    return state
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """Read the weights of a .safetensors file, or of a .pt file that holds a state dict alone."""
+    if not file.is_file():
+        raise RwkvClipError(f"{file}: no such file", hint=f"ls {file.parent}")
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except Exception as error:  # safetensors raises its own class and plain OSError alike
+            raise RwkvClipError(f"{file}: damaged: {error}") from error
+    weights = _read_pickle(file)
+    if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
+        weights = weights["state_dict"]
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise RwkvClipError(f"{file}: holds no state dict (a mapping of names to tensors)")
+    return weights
+
+
+def resolve(path: str) -> Path:
+    """A user's CHECKPOINT as a checkpoint folder or weights file: a run folder stands for its newest checkpoint."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    if (given / MODEL_FILE).is_file():
+        return given
+    found = newest(given) or newest(given.parent if given.name == FOLDER else given)
+    if found is None:
+        raise UsageError(f"{path}: no checkpoint there (neither a checkpoint folder, a run folder nor a weights file)")
+    return found
+
+
+def _read_pickle(file: Path) -> Any:
+    if not file.is_file():
+        raise RwkvClipError(f"{file}: no such file", hint=f"ls {file.parent}")
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises a dozen classes for damaged files
+        raise RwkvClipError(f"{file}: damaged or not a plain tensor file: {str(error).splitlines()[0]}") from error
+
+
+def _flush(path: Path) -> None:
+    """Force a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,193 @@
+"""The training loop: take a batch, step, log, save, stop. Each rank of a run calls `train` once.
+
+>>> train(TrainConfig(output="run", train_data="pairs.rec", model="tiny", batch_size=64, epochs=4))
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rwkvclip_cli import console
+from rwkvclip_cli.config import TrainConfig
+from rwkvclip_cli.data.loader import Batch, TrainLoader
+from rwkvclip_cli.train import checkpoint, optim
+from rwkvclip_cli.train.distributed import StopVote, process_group, warm_up
+from rwkvclip_cli.train.losses import LOSSES
+from rwkvclip_cli.train.metrics import Metrics, Stopwatch, flops_per_pair, peak_flops, peak_memory_gib
+from rwkvclip_cli.train.run import Position, Run, TrainResult, agree_on_checkpoint, restore, save, start
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Train RWKV-CLIP as one rank of as many as the environment says (RANK, LOCAL_RANK, WORLD_SIZE).
+
+    Every rank returns the same result. Raises RwkvClipError for what a user can mend: options that contradict the
+    data, a checkpoint of another run, a full disk.
+    """
+    if config.deterministic:
+        # cuBLAS reads this when it first starts and is not reproducible without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    with process_group(config.timeout) as ranks:
+        found = agree_on_checkpoint(config)
+        saved = checkpoint.load(found) if found else None
+        run = start(config, ranks, saved)
+        position, loader_state = restore(run, saved)
+        if position.step >= run.total_steps:
+            console.say(f"{run.output}: finished already, {position.step:,} of {run.total_steps:,} steps are done")
+            return TrainResult(position.step, run.total_steps, True, found)
+        if found:
+            console.say(f"resuming from {found}, behind step {position.step:,} of {run.total_steps:,}")
+        warm_up(run.wrapped, _warm_up_pass(run))
+        return _loop(run, position, loader_state)
+
+
+def _loop(run: Run, position: Position, loader_state: bytes | None) -> TrainResult:
+    config = run.config
+    metrics = Metrics(run.output, first_step=position.step + 1) if run.ranks.is_first else None
+    stopwatch = Stopwatch(position.seconds)
+    skipped_total = torch.tensor(float(position.skipped), device=run.ranks.device)
+    flops = flops_per_pair(run.model, image_tokens=run.image_tokens, text_tokens=run.packed.context_length)
+    saved: Path | None = None
+    stopping = False
+    with (
+        closing(metrics) if metrics else nullcontext(),
+        StopVote(run.ranks).listening() as vote,
+        console.progress(run.total_steps, "training", "steps", done=position.step) as bar,
+    ):
+        for loader, batch in _batches(run, position, loader_state, stopwatch):
+            loss, grad_norm, skipped = _step(run, batch, position.step)
+            skipped_total += skipped
+            stopwatch.count_step()
+            position.advance(run.steps_per_epoch)
+            finished = position.step == run.total_steps
+            note = ""
+            if position.step % config.log_every == 0 or finished:
+                values = _read_metrics(run, position, loss, grad_norm, skipped_total, stopwatch, flops)
+                note = f"loss {values['loss']:.4f}  {values['images_per_s']:,.0f} images/s  lr {values['lr']:.2e}"
+                if metrics:
+                    metrics.write(values)
+            bar.advance(1, note)
+            stopping = vote.agreed() and not finished
+            if stopping or _save_is_due(config, position):
+                position.skipped, position.seconds = int(skipped_total.item()), stopwatch.total_s()
+                saved = save(run, position, loader.state() if position.step_in_epoch else None)
+            if stopping:
+                console.say(f"stopped on request behind step {position.step:,}; everything is in {saved}")
+                break
+        vote.finish()
+    return TrainResult(position.step, run.total_steps, not stopping, saved)
+
+
+def _batches(
+    run: Run, position: Position, loader_state: bytes | None, stopwatch: Stopwatch
+) -> Iterator[tuple[TrainLoader, Batch]]:
+    """The batches from `position` to the end of the run, each with the loader of its epoch."""
+    for epoch in range(position.epoch, run.config.epochs):
+        done = position.step_in_epoch
+        with closing(TrainLoader(run.packed, run.spec, epoch=epoch, state=loader_state)) as loader:
+            loader_state = None
+            batches = loader.batches(done)
+            for _ in range(done, len(loader)):
+                with stopwatch.waiting():
+                    batch = next(batches)
+                yield loader, batch
+
+
+def _step(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One update. Returns this rank's loss, the gradient norm and whether the update was skipped, all (), on device."""
+    optim.set_learning_rate(run.optimizer, run.learning_rate(step))
+    run.optimizer.zero_grad(set_to_none=True)
+    loss = _loss(run, batch.images, batch.tokens, _drop_path_uniform(run, step))
+    (run.scaler.scale(loss) if run.scaler else loss).backward()
+    logit_scale: nn.Parameter = run.model.logit_scale  # type: ignore[assignment]
+    grad_norm, skipped = optim.guarded_step(run.optimizer, run.scaler, run.config.grad_clip, logit_scale)
+    return loss.detach(), grad_norm, skipped
+
+
+def _loss(run: Run, images: Tensor, tokens: Tensor, drop_path_uniform: Tensor | None) -> Tensor:
+    with autocast(run.config.precision, run.ranks.device):
+        image, text, logit_scale = run.wrapped(images, tokens, drop_path_uniform=drop_path_uniform)
+    return LOSSES["clip"](image, text, logit_scale)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Where `precision` is a 16-bit one, matrix products in it; weights, norms and sums stay float32."""
+    if precision in AUTOCAST:
+        return torch.autocast(device.type, AUTOCAST[precision])
+    return nullcontext()
+
+
+def _drop_path_uniform(run: Run, step: int) -> Tensor | None:
+    """Uniforms (layers, 2, B) that decide stochastic depth, from (seed, step, position in the global batch, layer).
+
+    Every rank draws for the whole batch and takes its part, so the number of ranks changes no draw.
+    """
+    if not run.model_config["drop_path_rate"]:
+        return None
+    generator = torch.Generator().manual_seed(run.config.seed * 0x9E3779B1 + step)
+    uniform = torch.rand(run.model_config["image_depth"], 2, run.global_batch, generator=generator)
+    first = run.ranks.rank * run.config.batch_size
+    return uniform[:, :, first : first + run.config.batch_size].to(run.ranks.device, non_blocking=True)
+
+
+def _warm_up_pass(run: Run) -> Callable[[], Tensor]:
+    """A forward pass on made-up pairs of the run's own sizes."""
+    generator = torch.Generator().manual_seed(0)
+    size, pairs = run.spec.image_size, run.config.batch_size
+    images = torch.randn(pairs, 3, size, size, generator=generator)
+    tokens = torch.randint(run.model_config["vocab_size"], (pairs, run.packed.context_length), generator=generator)
+    device = run.ranks.device
+    return lambda: _loss(run, images.to(device), tokens.to(device), _drop_path_uniform(run, 0))
+
+
+def _save_is_due(config: TrainConfig, position: Position) -> bool:
+    """Every so many steps where asked, else at the end of each epoch; always at the end of the run."""
+    if position.epoch == config.epochs:
+        return True
+    if config.save_every_steps is None:
+        return position.step_in_epoch == 0
+    return position.step % config.save_every_steps == 0
+
+
+def _read_metrics(
+    run: Run,
+    position: Position,
+    loss: Tensor,
+    grad_norm: Tensor,
+    skipped: Tensor,
+    stopwatch: Stopwatch,
+    flops: float,
+) -> dict[str, Any]:
+    """The log line of a step. The one place where the host waits for the device, every --log-every steps."""
+    mean_loss = loss.clone()
+    dist.all_reduce(mean_loss)
+    mean_loss /= run.ranks.world_size
+    logit_scale: Tensor = run.model.logit_scale.detach().exp()  # type: ignore[operator]
+    numbers = torch.stack([mean_loss.float(), grad_norm.float(), logit_scale.float(), skipped]).tolist()
+    steps_per_s, waiting = stopwatch.lap()
+    images_per_s = steps_per_s * run.global_batch
+    per_gpu = images_per_s / run.ranks.world_size
+    peak = peak_flops(run.ranks.device)
+    return {
+        "step": position.step,
+        "samples": position.step * run.global_batch,
+        "loss": numbers[0],
+        "lr": run.learning_rate(position.step - 1),
+        "grad_norm": numbers[1],
+        "logit_scale": numbers[2],
+        "images_per_s": images_per_s,
+        "images_per_s_per_gpu": per_gpu,
+        "data_wait_fraction": waiting,
+        "mfu": per_gpu * flops / peak if peak else None,
+        "peak_memory_gib": peak_memory_gib(run.ranks.device),
+        "skipped": int(numbers[3]),
+        "seconds": stopwatch.total_s(),
+    }
