@@ -5,6 +5,7 @@
 Options derive from the dataclasses of `config`. Torch, DALI and numpy load only inside the command that needs them.
 """
 
+import functools
 import inspect
 import os
 import signal
@@ -16,7 +17,9 @@ from typing import Any
 import typer
 
 from rwkvclip_cli import __version__, config, console
+from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.launch.exit_record import exit_recorded
 
 app = typer.Typer(
     name="rwkvclip",
@@ -32,7 +35,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line and leave with the exit code that `console` lists."""
     try:
-        app()
+        with exit_recorded():
+            app()
     except RwkvClipError as error:
         console.show_error(error)
         sys.exit(error.exit_code)
@@ -64,18 +68,21 @@ def _load_config(context: typer.Context, path: str | None) -> str | None:
     if found is not None:
         settings = config.read_config(found)
         context.default_map = settings.get(str(context.info_name), {})
+        context.meta[SETTINGS_FILE] = found.absolute()
     return path
 
 
+SETTINGS_FILE = "rwkvclip.settings_file"  # where the context keeps the absolute path of the file in force
 CONFIG_HELP = f"Settings file (default: {config.CONFIG_FILE} in this folder)."
 
 
 def command(
-    name: str, options: type, help: str, *, extra_args: bool = False
+    name: str, options: type, help: str, *, extra_args: bool = False, with_context: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command whose options are the fields of the dataclass `options`.
 
-    The function receives the dataclass, or (dataclass, arguments after `--`) with `extra_args`.
+    The function receives the dataclass; after it the context with `with_context`, and the arguments
+    after `--` with `extra_args`.
     """
     hints = typing.get_type_hints(options)
     spellings = {
@@ -90,13 +97,9 @@ def command(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         def run(context: typer.Context, **values: Any) -> None:
-            values.pop("config")
-            lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-            made = options(**(values | lists))
-            if extra_args:
-                function(made, list(context.args))
-            else:
-                function(made)
+            given = [context] if with_context else []
+            rest = [list(context.args)] if extra_args else []
+            function(_made(options, values), *given, *rest)
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [_parameter(field, hints[field.name]) for field in config.option_fields(options)]
@@ -116,6 +119,22 @@ def command(
         return function
 
     return register
+
+
+def _made(options: type, values: dict[str, Any]) -> Any:
+    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list | tuple)}
+    return options(**{key: value for key, value in (values | lists).items() if key != "config"})
+
+
+def parse(name: str, arguments: list[str]) -> Any:
+    """The options that `rwkvclip NAME ARGUMENTS` would run with, settings file included, without running it.
+
+    Raises what the command itself would raise for wrong arguments.
+    """
+    group: Any = typer.main.get_command(app)
+    root = typer.Context(group, info_name="rwkvclip")
+    with group.commands[name].make_context(name, list(arguments), parent=root) as context:
+        return _made(config.SECTIONS[name], context.params)
 
 
 def _parameter(field: Any, hint: Any) -> inspect.Parameter:
@@ -153,3 +172,35 @@ def _eval(options: config.EvalConfig) -> None:
         console.result_json(found.document())
     else:
         console.result(evaluate.table(found))
+
+
+@command(
+    "launch",
+    LaunchConfig,
+    "Start training on this machine's GPUs, and on other machines'. What follows -- goes to train.",
+    extra_args=True,
+    with_context=True,
+)
+def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]) -> None:
+    from rwkvclip_cli.launch.plan import retype
+    from rwkvclip_cli.launch.torchrun import check_usage, start
+
+    retyped = functools.partial(retype, "launch", options, train_args)
+    check_usage(options, retyped)
+    settings = context.meta.get(SETTINGS_FILE)
+    passed_on = ["--config", str(settings)] if settings and "--config" not in train_args else []
+    # The ranks would all refuse wrong arguments, later and once each.
+    parse("train", [*passed_on, *train_args])
+    without_gpu = retyped(gpus=None, cpus=2)
+    raise typer.Exit(start(options, ("train", *passed_on, *train_args), without_gpu=without_gpu))
+
+
+@command("pack", config.PackConfig, "Pack images with captions into a RecordIO data set, every record proved to train.")
+def _pack(options: config.PackConfig) -> None:
+    from rwkvclip_cli.data.pack import pack
+
+    summary = pack(options)
+    if options.json:
+        console.result_json(summary.document())
+    else:
+        console.result(summary.text())

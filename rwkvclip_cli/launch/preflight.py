@@ -1,0 +1,112 @@
+"""Look at this machine before torch starts: the facts that a plan needs, and what would make it fail later.
+
+>>> check(config, survey(config), without_gpu="rwkvclip launch --cpus 2")
+"""
+
+import os
+import socket
+import sys
+
+from rwkvclip_cli import console
+from rwkvclip_cli.config import LaunchConfig
+from rwkvclip_cli.console import UnableError, UsageError
+from rwkvclip_cli.launch import gpus, network
+from rwkvclip_cli.launch.network import Endpoint
+from rwkvclip_cli.launch.plan import Machine, backend_of
+
+
+def survey(config: LaunchConfig) -> Machine:
+    """Gather the facts about this machine that `plan` and `check` go by; changes nothing.
+
+    Raises UsageError where the endpoint's host has no address.
+    """
+    own = network.own_addresses()
+    address, here = network.main_address(), True
+    if config.rdzv_endpoint is not None:
+        address, here = _towards(network.parse_endpoint(config.rdzv_endpoint), own, address)
+    return Machine(
+        python=sys.executable,
+        cores=len(os.sched_getaffinity(0)),
+        gpus=0 if config.cpus else gpus.count_visible_gpus(),
+        address=address,
+        interface=own.get(address) if address else None,
+        endpoint_is_here=here,
+        name_is_routable=_name_is_routable(own),
+        free_port=network.free_port(),
+        environ=dict(os.environ),
+    )
+
+
+def check(config: LaunchConfig, machine: Machine, without_gpu: str) -> None:
+    """Raise what would otherwise surface as a hang or as a torch error; warn of what only might.
+
+    UnableError: fewer GPUs than asked, or a port that is taken. UsageError: an endpoint on the wrong machine.
+    """
+    if config.gpus is not None and config.gpus > machine.gpus:
+        raise UnableError(_too_few(config.gpus, machine), f"--gpus {machine.gpus}" if machine.gpus else without_gpu)
+    if machine.environ.get("GLOO_SOCKET_IFNAME", "").startswith("^"):
+        console.warn(
+            f"GLOO_SOCKET_IFNAME={machine.environ['GLOO_SOCKET_IFNAME']}: gloo takes names of interfaces, "
+            "not NCCL's ^ for all others"
+        )
+    if config.rdzv_endpoint is None:
+        return
+    endpoint = network.parse_endpoint(config.rdzv_endpoint)
+    _check_side(config, machine, endpoint)
+    if _hosts_endpoint(config, machine) and endpoint.port:
+        owner = network.port_owner(endpoint.port)
+        if owner is not None:
+            free = Endpoint(endpoint.host, network.free_port())
+            raise UnableError(
+                f"port {endpoint.port} of --rdzv-endpoint {endpoint} is taken by {owner}", f"--rdzv-endpoint {free}"
+            )
+
+
+def _towards(endpoint: Endpoint, own: dict[str, str], main: str | None) -> tuple[str | None, bool]:
+    """(own address for reaching the endpoint, whether the endpoint is this machine)."""
+    addresses = network.resolve(endpoint.host)
+    if not addresses:
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint}: this machine knows no address of {endpoint.host!r}",
+            f"--rdzv-endpoint ADDRESS_OF_NODE_0:{endpoint.port}",
+        )
+    here = [address for address in addresses if address in own or network.is_loopback(address)]
+    if here:
+        outer = [address for address in here if not network.is_loopback(address)]
+        return (outer[0] if outer else main or here[0]), True
+    return network.source_address(addresses[0]) or main, False
+
+
+def _name_is_routable(own: dict[str, str]) -> bool:
+    addresses = network.resolve(socket.gethostname())
+    return bool(addresses) and addresses[0] in own and not network.is_loopback(addresses[0])
+
+
+def _hosts_endpoint(config: LaunchConfig, machine: Machine) -> bool:
+    if backend_of(config) == "static":
+        return (config.node_rank or 0) == 0
+    return machine.endpoint_is_here
+
+
+def _check_side(config: LaunchConfig, machine: Machine, endpoint: Endpoint) -> None:
+    first = config.nodes == 1 or config.node_rank == 0
+    if first and not machine.endpoint_is_here:
+        what = "the only node" if config.nodes == 1 else "node 0"
+        example = Endpoint(machine.address or "ADDRESS_OF_NODE_0", endpoint.port)
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint} is not an address of this machine, which is {what}",
+            f"--rdzv-endpoint {example}",
+        )
+    if config.node_rank is not None and backend_of(config) == "c10d" and config.nodes > 1:
+        console.warn(
+            f"the c10d rendezvous numbers the nodes itself: --node-rank {config.node_rank} has no effect on the ranks"
+        )
+
+
+def _too_few(asked: int, machine: Machine) -> str:
+    if machine.gpus == 0 and "CUDA_VISIBLE_DEVICES" not in machine.environ:
+        return f"{asked} GPUs asked, none on this machine ({socket.gethostname()})"
+    because = ""
+    if "CUDA_VISIBLE_DEVICES" in machine.environ:
+        because = f" with CUDA_VISIBLE_DEVICES={machine.environ['CUDA_VISIBLE_DEVICES']!r}"
+    return f"{asked} GPUs asked, {machine.gpus} visible on {socket.gethostname()}{because}"

@@ -1,0 +1,177 @@
+"""Run torchrun as a child: pass signals to its workers, leave no orphan, end with the first failing rank's code.
+
+>>> sys.exit(supervise(node, stop_grace_s=300))
+"""
+
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rwkvclip_cli import console
+from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.launch import lifeline, processes
+from rwkvclip_cli.launch.exit_record import FOLDER_VARIABLE, read_exits
+from rwkvclip_cli.launch.plan import NodeCommand
+from rwkvclip_cli.launch.torchrun_log import TorchrunLog
+from rwkvclip_cli.launch.verdict import Stop, Verdict, judge
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# A worker knows SIGTERM and SIGUSR1 as the wish to save and stop; a lost terminal is the same wish.
+FORWARDED_AS: dict[int, int] = {signal.SIGHUP: signal.SIGTERM}
+POLL_S = 0.1
+IDLE_GRACE_S = 5.0  # for a torchrun that waits for other nodes and has started no worker
+DRAIN_S = 2.0
+
+
+def supervise(node: NodeCommand, *, stop_grace_s: float) -> int:
+    """Run the node's command to its end and return the exit code to leave with.
+
+    0 done; 75 stopped on request with everything saved; 130 after Ctrl-C; 128+n where signal n ended the
+    workers before they had saved; else the code of the rank that failed first, which is shown on stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="rwkvclip-") as folder, _caught_signals() as caught:
+        return _Supervisor(node, folder, caught, stop_grace_s).run()
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect stop signals in a list, which a loop looks through, instead of ending the process."""
+    caught: list[int] = []
+    before = {}
+    for number in STOP_SIGNALS:
+        # Under nohup SIGHUP is ignored, and stays so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda received, _: caught.append(received))
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Supervisor:
+    """The state of one run: torchrun's process, what it said, and what was asked of it."""
+
+    def __init__(self, node: NodeCommand, folder: str, caught: list[int], stop_grace_s: float) -> None:
+        self.node, self.folder, self.caught, self.stop_grace_s = node, folder, caught, stop_grace_s
+        self.log = TorchrunLog()
+        self.stop_signal: int | None = None
+        self.deadline_s = float("inf")
+        self.signalled: set[int] = set()
+        self.killed: tuple[int, ...] = ()
+
+    def run(self) -> int:
+        environ = self.node.environment(os.environ)
+        environ |= {FOLDER_VARIABLE: self.folder, lifeline.LAUNCHER_VARIABLE: str(os.getpid())}
+        with contextlib.ExitStack() as stack:
+            listener = lifeline.offer_stderr(self.folder)
+            if listener is not None:
+                stack.enter_context(listener)
+            # A session of its own: Ctrl-C and a lost terminal reach the launcher alone, which decides what to do.
+            torchrun = subprocess.Popen(
+                self.node.argv,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=functools.partial(lifeline.tie_to, os.getpid()),
+            )
+            # Whatever ends the loop, nothing of the job outlives it.
+            stack.callback(torchrun.wait)
+            stack.callback(processes.kill_all_with, FOLDER_VARIABLE, self.folder)
+            assert torchrun.stderr is not None
+            self._watch(torchrun, torchrun.stderr.fileno(), listener)
+            processes.kill_all_with(FOLDER_VARIABLE, self.folder)
+            self._drain(torchrun.stderr.fileno())
+        return self._conclude(torchrun.returncode)
+
+    def _watch(self, torchrun: "subprocess.Popen[bytes]", pipe: int, listener: socket.socket | None) -> None:
+        """Relay torchrun's words, answer workers and pass signals on, until torchrun has ended."""
+        os.set_blocking(pipe, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            if listener is not None:
+                selector.register(listener, selectors.EVENT_READ)
+            while torchrun.poll() is None:
+                for key, _ in selector.select(POLL_S):
+                    if key.fd != pipe and listener is not None:
+                        lifeline.hand_out_stderr(listener)
+                    elif not self._relay(pipe):
+                        selector.unregister(pipe)
+                self._take_signals()
+                if self.stop_signal is not None:
+                    self._pursue_stop(torchrun)
+
+    def _relay(self, pipe: int) -> bool:
+        """Pass on what can be read now; False at the end of the pipe."""
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return True
+        _write_stderr(self.log.feed(data))
+        return bool(data)
+
+    def _drain(self, pipe: int) -> None:
+        end_s = time.monotonic() + DRAIN_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while selector.select(max(0.0, end_s - time.monotonic())) and self._relay(pipe):
+                pass
+        _write_stderr(self.log.finish())
+
+    def _take_signals(self) -> None:
+        while self.caught:
+            number = self.caught.pop(0)
+            if self.stop_signal is None:
+                self.stop_signal = number
+                self.deadline_s = time.monotonic() + self.stop_grace_s
+                again = ", Ctrl-C again kills them" if number == signal.SIGINT else ""
+                name = signal.Signals(number).name
+                console.say(f"{name}: waiting up to {self.stop_grace_s:g} s for the workers to stop{again}")
+            elif number == signal.SIGINT:
+                self.deadline_s = 0.0
+
+    def _pursue_stop(self, torchrun: "subprocess.Popen[bytes]") -> None:
+        """Tell every worker once, those too that start only now, and kill what outstays the grace."""
+        assert self.stop_signal is not None
+        # torchrun itself must not hear of it: SIGUSR1 kills it, and 30 s after SIGTERM it kills its workers.
+        for worker in processes.workers_of(torchrun.pid):
+            if worker.pid not in self.signalled:
+                self.signalled.add(worker.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, FORWARDED_AS.get(self.stop_signal, self.stop_signal))
+        if not self.signalled:
+            # No rank runs: torchrun waits for other nodes, with nothing to save.
+            self.signalled.add(torchrun.pid)
+            torchrun.terminate()
+            self.deadline_s = min(self.deadline_s, time.monotonic() + IDLE_GRACE_S)
+        if time.monotonic() > self.deadline_s:
+            killed = processes.kill_all_with(FOLDER_VARIABLE, self.folder)
+            self.killed += tuple(sorted(worker.rank for worker in killed))
+
+    def _conclude(self, torchrun_code: int) -> int:
+        stop = None if self.stop_signal is None else Stop(self.stop_signal, self.stop_grace_s, self.killed)
+        verdict = judge(read_exits(Path(self.folder)), self.log.failures(), torchrun_code, stop, self.log.tracebacks())
+        _show(verdict)
+        return verdict.exit_code
+
+
+def _show(verdict: Verdict) -> None:
+    if verdict.traceback:
+        console.say(verdict.traceback)
+    if verdict.message:
+        console.show_error(RwkvClipError(verdict.message, verdict.hint))
+
+
+def _write_stderr(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # a closed stderr must not end a training run
+        while data:
+            data = data[os.write(2, data) :]

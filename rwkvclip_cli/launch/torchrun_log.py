@@ -1,0 +1,70 @@
+"""Read torchrun's stderr as it comes: pass lines on, hold back its failure report, learn from it who failed.
+
+>>> log = TorchrunLog(); shown = log.feed(data); log.finish(); log.failures()
+"""
+
+import re
+from dataclasses import dataclass
+
+TRACEBACK = b"Traceback (most recent call last):"
+# What torchrun logs on the way to its report; the verdict says it once.
+REPORTING = re.compile(rb"torch/distributed/elastic/\S+\] .*(failed \(exitcode|closing signal)")
+REPORT = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+FAILURE = re.compile(
+    r"host\s*: (?P<host>\S+)\s+rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that torchrun saw fail; a negative exit code is the signal that ended it."""
+
+    host: str
+    rank: int
+    exit_code: int
+
+
+class TorchrunLog:
+    """What torchrun, and workers without a stderr of their own, have written so far."""
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._held: list[bytes] = []
+        self._holding = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was read and return what to show now: whole lines up to the first traceback."""
+        *lines, self._line = (self._line + data).split(b"\n")
+        return b"".join(line + b"\n" for line in lines if self._passes(line))
+
+    def finish(self) -> bytes:
+        """Take the end of the stream and return what is left to show of an unfinished line."""
+        line, self._line = self._line, b""
+        return line + b"\n" if line and self._passes(line) else b""
+
+    def _passes(self, line: bytes) -> bool:
+        # A traceback here is somebody's last word, so holding the rest back delays nothing that matters.
+        self._holding = self._holding or line.startswith(TRACEBACK)
+        if self._holding or REPORTING.search(line):
+            self._held.append(line)
+            return False
+        return True
+
+    @property
+    def held(self) -> str:
+        """Everything that was held back."""
+        return b"\n".join(self._held).decode(errors="replace")
+
+    def tracebacks(self) -> str:
+        """The tracebacks that were held back, without torchrun's report of failed workers."""
+        first, *others = self.held.split(TRACEBACK.decode())
+        del first  # the lines before a traceback are torchrun's notices of what its report repeats
+        return "".join(TRACEBACK.decode() + other for other in others if REPORT not in other).rstrip()
+
+    def failures(self) -> list[Failure]:
+        """The workers in torchrun's report, the one it saw fail first in front."""
+        found = [
+            Failure(match["host"], int(match["rank"]), int(match["code"])) for match in FAILURE.finditer(self.held)
+        ]
+        # The report ends with its root cause.
+        return found[-1:] + found[:-1]

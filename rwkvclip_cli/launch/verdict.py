@@ -1,0 +1,125 @@
+"""Why a run ended, from what the workers wrote down and what torchrun saw: the exit code and the words for it.
+
+>>> judge(records, failures, torchrun_code=1, stop=None).exit_code
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED
+from rwkvclip_cli.launch.exit_record import ExitRecord
+from rwkvclip_cli.launch.explain import explain
+from rwkvclip_cli.launch.torchrun_log import Failure
+
+HARMLESS = (EXIT_DONE, EXIT_STOPPED)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A stop that was asked for: the signal, the patience in seconds, and the ranks killed when it ended."""
+
+    signal: int
+    grace_s: float
+    killed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The code to leave with, and what to tell: the message, the traceback under it, the next step."""
+
+    exit_code: int
+    message: str = ""
+    traceback: str = ""
+    hint: str = ""
+
+
+def judge(
+    records: Sequence[ExitRecord],
+    failures: Sequence[Failure],
+    torchrun_code: int,
+    stop: Stop | None,
+    torchrun_traceback: str = "",
+) -> Verdict:
+    """Decide how the run ended.
+
+    `records` in order of time, `failures` with torchrun's first in front; `torchrun_code` as subprocess
+    gives it, negative for a signal.
+    """
+    if stop is not None and stop.killed:
+        ranks = ", ".join(str(rank) for rank in stop.killed)
+        message = f"rank {ranks} did not stop within {stop.grace_s:g} s and was killed; unsaved steps are lost"
+        return Verdict(EXIT_SIGNAL + stop.signal, message, hint="a longer --stop-grace")
+    if stop is not None and stop.signal == signal.SIGINT:
+        return Verdict(EXIT_SIGNAL + signal.SIGINT, "interrupted")
+    cause = _first_cause(records, failures, stop, torchrun_traceback)
+    if cause is not None:
+        return cause
+    if any(record.code == EXIT_STOPPED for record in records):
+        return Verdict(EXIT_STOPPED, "stopped on request, everything saved", hint="the same command continues")
+    if stop is not None and not failures and not records and torchrun_code != EXIT_DONE:
+        return Verdict(EXIT_STOPPED, "stopped on request before any rank had started")
+    if stop is not None and torchrun_code != EXIT_DONE:
+        return Verdict(EXIT_SIGNAL + stop.signal, f"ended by {signal.Signals(stop.signal).name}")
+    if torchrun_code == EXIT_DONE:
+        return Verdict(EXIT_DONE)
+    return _torchrun_failed(torchrun_code, torchrun_traceback)
+
+
+def _first_cause(
+    records: Sequence[ExitRecord], failures: Sequence[Failure], stop: Stop | None, traceback: str
+) -> Verdict | None:
+    """The rank that failed first. One that a signal ended speaks last of all: it never got to write a record,
+    while the others wrote theirs on losing it. SIGTERM is what torchrun itself ends the rest with.
+    """
+    recorded = {record.rank for record in records}
+    sent = {signal.SIGTERM, signal.SIGINT if stop is None else stop.signal}
+    silent = [failure for failure in failures if failure.rank not in recorded]
+    deaths = [failure for failure in silent if failure.exit_code < 0 and -failure.exit_code not in sent]
+    if deaths:
+        # abort() follows a lost peer as often as a fault of its own.
+        return _died(min(deaths, key=lambda death: -death.exit_code == signal.SIGABRT))
+    failed = [record for record in records if record.code not in HARMLESS]
+    if failed:
+        return _recorded(failed[0])
+    codes = [failure for failure in silent if failure.exit_code > 0]
+    if codes:
+        where = f"rank {codes[0].rank} on {codes[0].host}"
+        return _explained(codes[0].exit_code, f"{where} failed with exit code {codes[0].exit_code}", traceback, "")
+    if silent and stop is None:
+        return _died(silent[0])
+    return None
+
+
+def _recorded(record: ExitRecord) -> Verdict:
+    where = f"rank {record.rank} on {record.host} failed with exit code {record.code}"
+    message = f"{where}: {record.message}" if record.message else where
+    return _explained(record.code, message, record.traceback, record.hint)
+
+
+def _died(failure: Failure) -> Verdict:
+    number = -failure.exit_code
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    hint = "look in `dmesg` for the out-of-memory killer" if number == signal.SIGKILL else ""
+    message = f"rank {failure.rank} on {failure.host} was ended by {name}"
+    return Verdict(EXIT_SIGNAL + number, message, hint=hint)
+
+
+def _torchrun_failed(code: int, traceback: str) -> Verdict:
+    if code < 0:
+        return Verdict(EXIT_SIGNAL - code, f"torchrun was ended by {signal.Signals(-code).name}")
+    last = traceback.splitlines()[-1] if traceback else "it left no traceback"
+    known = explain(traceback)
+    message = f"torchrun failed before any rank did: {last}"
+    return _explained(EXIT_FAILED, message, "" if known else traceback, "", traceback)
+
+
+def _explained(code: int, message: str, traceback: str, hint: str, text: str = "") -> Verdict:
+    known = explain(f"{message}\n{traceback}\n{text}")
+    if known is not None:
+        message += f"\n  cause: {known.cause}"
+        hint = hint or known.cure
+    return Verdict(code, message, traceback, hint)
