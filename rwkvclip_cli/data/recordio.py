@@ -9,9 +9,7 @@ there: the word is left out and the parts are flagged first, middle or last. Eve
 """
 
 import contextlib
-import operator
 import os
-import re
 import stat
 import struct
 import sys
@@ -24,6 +22,7 @@ from types import TracebackType
 from typing import BinaryIO, NoReturn
 
 from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.data.record_index import PathLike, default_index_path, index_error, open_to_read, read_index
 
 MAGIC = 0xCED7230A
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
@@ -34,10 +33,6 @@ WHOLE, FIRST, MIDDLE, LAST = range(4)
 _PART = struct.Struct("<II")  # magic, flag << 29 | length
 _HEADER = struct.Struct("<IfQQ")  # number of float labels, scalar label, id, id2
 _BUFFER_BYTES = 1 << 20
-_INDEX_LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")
-_BOM = b"\xef\xbb\xbf"
-
-PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ def pack_record(record: Record) -> bytes:
     """The payload of `record`: 24 bytes of header, its labels as float32, then the image.
 
     Fastest where `labels` is an `array("f")`; any sequence of numbers will do. Raises RwkvClipError where header or
-    labels hold the magic word: such a record is split before its image, and DALI 2.4 reads those splits wrongly.
+    labels hold the magic word: such a record is split before its image begins, where DALI 2.4 cannot join it.
     """
     head = _HEADER.pack(len(record.labels), record.label, record.id, record.id2) + _float32_bytes(record.labels)
     found = _find_magic(head)
@@ -108,11 +103,6 @@ def _float32_bytes(values: Sequence[float]) -> bytes:
         floats = floats[:]
         floats.byteswap()
     return floats.tobytes()
-
-
-def default_index_path(path: PathLike) -> Path:
-    """Where the index of a .rec lies unless said otherwise: the same name with the suffix .idx."""
-    return Path(path).with_suffix(".idx")
 
 
 class RecordWriter:
@@ -245,7 +235,7 @@ class RecordReader:
 
     def __init__(self, path: PathLike, index_path: PathLike | None = None) -> None:
         self.path = Path(path)
-        self._file = _open(self.path)
+        self._file = open_to_read(self.path)
         try:
             status = os.fstat(self._file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -355,71 +345,11 @@ class RecordReader:
 
     def _check_index(self, index_path: Path) -> None:
         if self.size_bytes and not self.offsets:
-            raise _index_error(index_path, f"lists no record, but {self.path} holds {self.size_bytes:,} bytes")
+            raise index_error(index_path, f"lists no record, but {self.path} holds {self.size_bytes:,} bytes")
         outside = bisect_left(self.offsets, self.size_bytes)
         if outside < len(self.offsets):
-            raise _index_error(
+            raise index_error(
                 index_path,
                 f"line {outside + 1}: record {outside} would start at byte {self.offsets[outside]:,},"
                 f" but {self.path} ends at {self.size_bytes:,}",
             )
-
-
-def _open(path: Path, buffering: int = 0) -> BinaryIO:
-    try:
-        return open(path, "rb", buffering)
-    except OSError as error:
-        raise RwkvClipError(f"cannot read {path}: {error.strerror}", f"ls -l {path}") from error
-
-
-def read_index(index_path: PathLike) -> "array[int]":
-    """The offsets that an index lists, in bytes: lines of key, tab, offset, with ascending offsets and distinct keys.
-
-    Raises RwkvClipError with the line for anything else. DALI would stop at such a line and train on fewer records.
-    """
-    path = Path(index_path)
-    offsets, keys = array("Q"), array("Q")
-    with _open(path, _BUFFER_BYTES) as file:
-        while lines := file.readlines(_BUFFER_BYTES):
-            block = b"".join(lines)
-            if not _INDEX_LINES.fullmatch(block):
-                _refuse_line(path, len(offsets), lines)
-            fields = block.split()
-            keys.extend(map(int, fields[0::2]))
-            offsets.extend(map(int, fields[1::2]))
-    _check_ascending(path, offsets)
-    _check_distinct(path, keys)
-    return offsets
-
-
-def _refuse_line(path: Path, before: int, lines: list[bytes]) -> NoReturn:
-    for number, line in enumerate(lines, before + 1):
-        if number == 1 and line.startswith(_BOM):
-            raise _index_error(path, "starts with a byte order mark, at which DALI reads no record at all")
-        if not _INDEX_LINES.fullmatch(line):
-            raise _index_error(path, f"line {number} is {line[:80]!r}, not a key, a tab and an offset")
-    raise AssertionError("a block is refused only for one of its lines")
-
-
-def _check_ascending(path: Path, offsets: "array[int]") -> None:
-    following = memoryview(offsets)[1:]
-    if all(map(operator.lt, offsets, following)):
-        return
-    line = next(i for i, (one, two) in enumerate(zip(offsets, following, strict=False), 2) if one >= two)
-    fault = "repeats the offset" if offsets[line - 1] == offsets[line - 2] else "goes back in the file after offset"
-    raise _index_error(path, f"line {line}: offset {offsets[line - 1]} {fault} {offsets[line - 2]}")
-
-
-def _check_distinct(path: Path, keys: "array[int]") -> None:
-    # The usual index has ascending keys; only others cost a set.
-    if all(map(operator.lt, keys, memoryview(keys)[1:])) or len(set(keys)) == len(keys):
-        return
-    seen: dict[int, int] = {}
-    for line, key in enumerate(keys, 1):
-        if key in seen:
-            raise _index_error(path, f"line {line} repeats the key {key} of line {seen[key]}; DALI would skip it")
-        seen[key] = line
-
-
-def _index_error(path: Path, what: str) -> RwkvClipError:
-    return RwkvClipError(f"{path} {what}", f"rwkvclip pack SOURCE {path.with_suffix('.rec')} --overwrite")
