@@ -117,6 +117,7 @@ class PackConfig(Options):
     workers: int | None = option(None, "Worker processes (default: one a core).", minimum=1, maximum=1024)
     writer: str = option("native", "Writer of the records; mxnet needs that package.", choices=("native", "mxnet"))
     overwrite: bool = option(False, "Replace an existing OUT.rec.")
+    json: bool = option(False, "Print one JSON document.")
 
 
 @dataclass(frozen=True)

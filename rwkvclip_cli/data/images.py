@@ -1,0 +1,350 @@
+"""The careful image reader: what a picture looks like, as 8-bit RGB, and JPEG bytes that say the same.
+
+>>> rgb = read_rgb(Path("photo.png").read_bytes())  # (H, W, 3) uint8: upright, alpha on white, 16-bit scaled
+"""
+
+import io
+import os
+import re
+import stat
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+
+from rwkvclip_cli.config import MAX_PIXELS
+
+RGB = NDArray[np.uint8]  # (height, width, 3)
+
+MAX_FILE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
+MAX_JPEG_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
+
+# Formats whose reader starts another program (EPS: Ghostscript) or only names a file that it cannot decode.
+UNSAFE_FORMATS = frozenset({"EPS", "WMF", "BUFR", "GRIB", "HDF5", "MPEG"})
+
+# EXIF 2.32, tag 0x0112: how the stored picture has to be turned to stand upright.
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+TIFF_BITS_PER_SAMPLE = 258
+TIFF_PHOTOMETRIC = 262
+TIFF_WHITE_IS_ZERO = 0
+
+
+class BadImage(Exception):
+    """A picture that cannot be packed: `reason` is a code of `sources.REASONS`, `message` says it in words."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a picture's first bytes claim: Pillow's format name and the stored size, before any turning."""
+
+    format: str
+    width: int
+    height: int
+
+    @property
+    def is_jpeg(self) -> bool:
+        """Whether the bytes are JPEG (an MPO is one, followed by further views)."""
+        return self.format in ("JPEG", "MPO")
+
+
+def read_file(path: str) -> bytes:
+    """Read a picture file, or raise BadImage: it is missing, no regular file, empty, unreadable or too large."""
+    try:
+        # Without O_NONBLOCK a named pipe among the inputs would wait for its writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        raise BadImage("missing-image", f"{path}: no such file") from None
+    except OSError as error:
+        raise BadImage("unreadable-image", f"{path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadImage("unreadable-image", f"{path}: not a regular file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise BadImage("too-large", f"{path}: {status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+        try:
+            data = file.read()
+        except OSError as error:
+            raise BadImage("unreadable-image", f"{path}: {error.strerror}") from None
+    return data
+
+
+def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> Header:
+    """Read format and size without decoding; BadImage for what Pillow does not know or `max_pixels` forbids."""
+    with _bounded(max_pixels), _open(data, max_pixels) as image:
+        return Header(str(image.format), image.width, image.height)
+
+
+def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> RGB:
+    """Decode a picture to (H, W, 3) uint8 as a careful viewer shows it.
+
+    The first frame, turned as EXIF says, transparency laid on white, 16-bit and float values scaled to
+    8 bits. ICC profiles and gamma are ignored. Raises BadImage for what cannot be decoded completely.
+    """
+    with _bounded(max_pixels):
+        image = _load(data, max_pixels)
+        try:
+            orientation = image.getexif().get(ExifTags.Base.Orientation)
+        except Exception:
+            # A getexif() that failed half way can leave an object whose later conversions are damaged.
+            image = _load(data, max_pixels)
+            orientation = None
+        try:
+            flat = _flatten(image)
+        except Exception as error:
+            raise _unreadable(error) from error
+    if orientation in UPRIGHT:
+        flat = flat.transpose(UPRIGHT[orientation])
+    return np.asarray(flat)
+
+
+def shrink(rgb: RGB, max_side: int) -> RGB:
+    """Scale (H, W, 3) down so that its longer side is `max_side` pixels; a smaller picture stays as it is."""
+    height, width = rgb.shape[:2]
+    longer = max(height, width)
+    if longer <= max_side:
+        return rgb
+    size = (max(1, round(width * max_side / longer)), max(1, round(height * max_side / longer)))
+    return np.asarray(Image.fromarray(rgb).resize(size, Image.Resampling.LANCZOS))
+
+
+def encode_jpeg(rgb: RGB, quality: int) -> bytes:
+    """Encode (H, W, 3) uint8 as a baseline JPEG without metadata.
+
+    Chroma keeps its full resolution: a drawing's coloured edges would otherwise be off by more than
+    2 of 255 on average. Raises BadImage where a side is beyond what JPEG holds.
+    """
+    height, width = rgb.shape[:2]
+    if max(height, width) > MAX_JPEG_SIDE:
+        raise BadImage("too-large", f"{width}x{height}: a JPEG side holds at most {MAX_JPEG_SIDE:,} pixels")
+    buffer = io.BytesIO()
+    Image.fromarray(rgb).save(buffer, "JPEG", quality=quality, subsampling=0, optimize=True)
+    return buffer.getvalue()
+
+
+def walk_jpeg(data: bytes) -> tuple[int, int]:
+    """Walk the markers of a JPEG from SOI to EOI without decoding; return (width, height).
+
+    Source: ITU-T T.81, annex B. Raises BadImage where a segment is cut off or a marker is out of place.
+    """
+    if data[:2] != b"\xff\xd8":
+        raise BadImage("bad-structure", "no start-of-image marker")
+    size: tuple[int, int] | None = None
+    scans = 0
+    position = 2
+    while True:
+        marker, position = _next_marker(data, position)
+        if marker == 0xD9:
+            break
+        if marker == 0x01 or 0xD0 <= marker <= 0xD8:
+            raise BadImage("bad-structure", f"marker {marker:#04x} out of place at byte {position - 2}")
+        length = int.from_bytes(data[position : position + 2], "big")
+        if length < 2 or position + length > len(data):
+            raise BadImage("truncated-image", f"segment {marker:#04x} at byte {position - 2} is cut off")
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if size is not None or length < 8:
+                raise BadImage("bad-structure", f"frame header out of place at byte {position - 2}")
+            height, width = struct.unpack_from(">HH", data, position + 3)
+            size = (width, height)
+        position += length
+        if marker == 0xDA:
+            if size is None:
+                raise BadImage("bad-structure", "a scan precedes the frame header")
+            scans += 1
+            position = _skip_scan(data, position)
+    if size is None or scans == 0 or 0 in size:
+        raise BadImage("bad-structure", "no picture between the start and end markers")
+    return size
+
+
+def _next_marker(data: bytes, position: int) -> tuple[int, int]:
+    if position >= len(data):
+        raise BadImage("truncated-image", "ends without an end-of-image marker")
+    if data[position] != 0xFF:
+        raise BadImage("bad-structure", f"no marker at byte {position}")
+    while position < len(data) and data[position] == 0xFF:  # any number of fill bytes may precede a marker
+        position += 1
+    if position >= len(data):
+        raise BadImage("truncated-image", "ends without an end-of-image marker")
+    return data[position], position + 1
+
+
+def _skip_scan(data: bytes, position: int) -> int:
+    """The position of the marker that ends entropy-coded data: not a stuffed zero, not a restart marker."""
+    while True:
+        position = data.find(b"\xff", position)
+        if position < 0 or position + 1 >= len(data):
+            raise BadImage("truncated-image", "ends within a scan")
+        following = data[position + 1]
+        if following == 0x00 or 0xD0 <= following <= 0xD7:
+            position += 2
+        elif following == 0xFF:
+            position += 1
+        else:
+            return position
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in Image.ID if name not in UNSAFE_FORMATS)
+
+
+@contextmanager
+def _bounded(max_pixels: int) -> Iterator[None]:
+    """Let Pillow's own readers refuse pictures inside pictures (ICO holds PNG) beyond `max_pixels`."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
+    if not data:
+        raise BadImage("empty-file", "no bytes at all")
+    try:
+        image = Image.open(io.BytesIO(data), formats=_formats())
+    except Exception as error:
+        raise _unreadable(error) from error
+    if image.width * image.height > max_pixels:
+        raise BadImage(
+            "too-many-pixels",
+            f"{image.width}x{image.height} is {image.width * image.height:,} pixels; --max-pixels is {max_pixels:,}",
+        )
+    return image
+
+
+def _load(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
+    image = _open(data, max_pixels)
+    try:
+        image.load()
+    except Exception as error:
+        raise _unreadable(error) from error
+    return image
+
+
+def _unreadable(error: Exception) -> BadImage:
+    """What Pillow raised, as a reason. Its readers raise almost any type for damaged bytes, so none is excluded."""
+    if isinstance(error, BadImage):
+        return error
+    words = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
+        claimed = re.search(r"(\d+) pixels", words)
+        return BadImage("too-many-pixels", f"{claimed[1] if claimed else 'too many'} pixels; see --max-pixels")
+    if isinstance(error, UnidentifiedImageError):
+        return BadImage("unreadable-image", "no picture format that can be read")
+    if "truncated" in words.lower() or isinstance(error, EOFError):
+        return BadImage("truncated-image", words)
+    return BadImage("unreadable-image", words)
+
+
+def _flatten(image: Image.Image) -> Image.Image:
+    """An RGB image of the same picture: whatever its mode, without transparency."""
+    convert = _BY_MODE.get(image.mode)
+    if convert is not None:
+        return convert(image)
+    if image.has_transparency_data:
+        return _on_white(_narrow_colour_key(image))
+    return image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+    canvas = Image.new("RGB", rgba.size, (255, 255, 255))
+    canvas.paste(rgba, mask=rgba.getchannel("A"))
+    return canvas
+
+
+def _narrow_colour_key(image: Image.Image) -> Image.Image:
+    """Bring a 16-bit PNG's transparent colour to the 8 bits to which Pillow has cut the pixels."""
+    key = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 255:
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+    return image
+
+
+def _grey16(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.float64)
+    full = 65535.0
+    tags: Any = getattr(image, "tag_v2", {})
+    bits = tags.get(TIFF_BITS_PER_SAMPLE, (16,))[0]
+    if 8 < bits < 16:
+        full = float(2**bits - 1)
+    scaled = values * (255.0 / full)
+    if tags.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO:
+        scaled = 255.0 - scaled
+    key = image.info.get("transparency")
+    if isinstance(key, int):
+        scaled[values == key] = 255.0
+    return _grey8(scaled)
+
+
+def _grey32(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.float64)
+    if image.format in ("PPM", "PNG"):  # Pillow widens these to the whole of 16 bits
+        return _grey8(values * (255.0 / 65535.0))
+    return _grey8(_to_byte_range(values, unit_is_white=False))
+
+
+def _grey_float(image: Image.Image) -> Image.Image:
+    values = np.nan_to_num(np.asarray(image).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    return _grey8(_to_byte_range(values, unit_is_white=True))
+
+
+def _to_byte_range(values: NDArray[np.float64], unit_is_white: bool) -> NDArray[np.float64]:
+    """Bring values without a declared range to 0..255: the narrowest usual range that holds them all, or a stretch."""
+    low, high = float(values.min()), float(values.max())
+    if low >= 0:
+        for white in (1.0, 255.0, 65535.0) if unit_is_white else (255.0, 65535.0):
+            if high <= white:
+                return values * (255.0 / white)
+    return (values - low) * (255.0 / (high - low)) if high > low else np.zeros_like(values)
+
+
+def _grey8(values: NDArray[np.float64]) -> Image.Image:
+    return Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+def _lab(image: Image.Image) -> Image.Image:
+    from PIL import ImageCms
+
+    lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    converted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
+    assert converted is not None  # None is for inPlace alone
+    return converted
+
+
+_BY_MODE: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "I;16": _grey16,
+    "I;16L": _grey16,
+    "I;16B": _grey16,
+    "I;16N": _grey16,
+    "I": _grey32,
+    "F": _grey_float,
+    "LAB": _lab,
+}

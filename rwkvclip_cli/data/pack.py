@@ -1,0 +1,280 @@
+"""`rwkvclip pack`: image-text sources to one RecordIO data set, every record proved to train.
+
+>>> pack(PackConfig(sources=("./imgs",), out="out.rec")).count
+59
+"""
+
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rwkvclip_cli.config import PackConfig
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UsageError, progress
+from rwkvclip_cli.data.captions import Tokenizer
+from rwkvclip_cli.data.output import OutputSet, check_target
+from rwkvclip_cli.data.pool import Outcome, Pool
+from rwkvclip_cli.data.prove import ImageOptions
+from rwkvclip_cli.data.samples import Ignored, Reject, printable
+from rwkvclip_cli.data.sources import SourceOptions, read_sources
+from rwkvclip_cli.data.worker import Packed, WorkerOptions
+from rwkvclip_cli.data.writers import Writer, open_writer
+
+FORMAT_VERSION = 1
+HASH_EVERY_RECORDS = 256
+SHOWN_REJECTS = 3
+
+# The options that decide the bytes of a data set; the manifest records them.
+BYTES_OPTIONS = ("format", "image_key", "caption_key", "proof", "quality", "max_side", "max_pixels")
+
+
+@dataclass(frozen=True)
+class PackSummary:
+    """What a pack has written.
+
+    count + rejects is the number of inputs. ignored: files that are no input. kept: how many records hold the original
+    bytes, were resized or re-encoded, and why. reasons: how many rejects for each reason. size_bytes, content_hash: of
+    the .rec, the hash being SHA-256.
+    """
+
+    out: str
+    count: int
+    rejects: int
+    ignored: int
+    kept: dict[str, int]
+    reasons: dict[str, int]
+    size_bytes: int
+    content_hash: str
+    statistics: dict[str, Any]
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """All of it, for people."""
+        lines = [f"{self.out}: {self.count:,} records, {self.size_bytes:,} bytes"]
+        lines += [f"  {how}: {count:,}" for how, count in self.kept.items()]
+        if self.rejects:
+            lines.append(f"rejected: {self.rejects:,}, each with its reason in {_beside(self.out, '.rejects.jsonl')}")
+            lines += [f"  {reason}: {count:,}" for reason, count in self.reasons.items()]
+        if self.ignored:
+            lines.append(f"ignored files: {self.ignored:,}")
+        if self.statistics["captions_truncated"]:
+            lines.append(f"captions cut to the context length: {self.statistics['captions_truncated']:,}")
+        if self.statistics["captions_dropped"]:
+            lines.append(f"captions beyond the slots, left out: {self.statistics['captions_dropped']:,}")
+        return "\n".join(lines)
+
+
+@dataclass
+class _Spread:
+    """Least, mean and greatest of numbers seen one at a time."""
+
+    count: int = 0
+    total: int = 0
+    least: int = 0
+    greatest: int = 0
+
+    def add(self, value: int) -> None:
+        self.least = min(self.least, value) if self.count else value
+        self.greatest = max(self.greatest, value)
+        self.count += 1
+        self.total += value
+
+    def document(self) -> dict[str, float]:
+        mean = round(self.total / self.count, 3) if self.count else 0.0
+        return {"min": self.least, "mean": mean, "max": self.greatest}
+
+
+@dataclass
+class _Tally:
+    """What the records and rejects so far add up to."""
+
+    count: int = 0
+    ignored: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    first_rejects: list[Reject] = field(default_factory=list)
+    tokens: _Spread = field(default_factory=_Spread)
+    captions: _Spread = field(default_factory=_Spread)
+    widths: _Spread = field(default_factory=_Spread)
+    heights: _Spread = field(default_factory=_Spread)
+    image_bytes: _Spread = field(default_factory=_Spread)
+    truncated: int = 0
+    dropped: int = 0
+
+    def add(self, record: Packed) -> None:
+        self.count += 1
+        self.kept[record.kept] += 1
+        for tokens in record.token_counts:
+            self.tokens.add(tokens)
+        self.captions.add(len(record.token_counts) + record.dropped)
+        self.widths.add(record.width)
+        self.heights.add(record.height)
+        self.image_bytes.add(len(record.jpeg))
+        self.truncated += record.truncated
+        self.dropped += record.dropped
+
+    def refuse(self, reject: Reject) -> None:
+        self.reasons[reject.reason] += 1
+        if len(self.first_rejects) < SHOWN_REJECTS:
+            self.first_rejects.append(reject)
+
+    @property
+    def rejects(self) -> int:
+        return self.reasons.total()
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "kept": dict(sorted(self.kept.items())),
+            "rejected": dict(sorted(self.reasons.items())),
+            "ignored_files": self.ignored,
+            "captions_a_record": self.captions.document(),
+            "caption_tokens": self.tokens.document(),
+            "captions_truncated": self.truncated,
+            "captions_dropped": self.dropped,
+            "image_width": self.widths.document(),
+            "image_height": self.heights.document(),
+            "image_bytes": self.image_bytes.document(),
+        }
+
+
+def pack(config: PackConfig) -> PackSummary:
+    """Pack the sources into `config.out` and the files beside it, atomically, and return what was written.
+
+    The same input and options give the same bytes for any number of workers. Raises UsageError for sources or targets
+    that cannot be, RwkvClipError where nothing could be packed or the disk refuses, UnableError without mxnet.
+    """
+    if not config.sources:
+        raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
+    final = check_target(config.out, config.overwrite)
+    skip = frozenset(os.path.join(os.path.realpath(path.parent), path.name) for path in final.values())
+    options = SourceOptions(config.format, config.image_key, config.caption_key, skip)
+    items = read_sources(config.sources, options)
+    tally = _Tally()
+    workers = Pool(config.workers or _cores(), _worker_options(config))
+    with _ends_on_sigterm(), OutputSet(config.out, config.overwrite) as output:
+        with (
+            open_writer(config.writer, output.partial["rec"], output.partial["idx"]) as writer,
+            workers as pool,
+            progress(None, "packing", "images") as bar,
+        ):
+            for outcome in pool.run(items):
+                _take(outcome, tally, writer, output)
+                if not isinstance(outcome, Ignored):
+                    bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
+        if tally.count == 0:
+            raise _nothing_packed(config, tally)
+        content_hash = output.hash_written()
+        size_bytes = output.partial["rec"].stat().st_size
+        output.commit(_manifest(config, tally, content_hash, size_bytes))
+    statistics = tally.statistics()
+    return PackSummary(
+        config.out,
+        tally.count,
+        tally.rejects,
+        tally.ignored,
+        statistics["kept"],
+        statistics["rejected"],
+        size_bytes,
+        content_hash,
+        statistics,
+    )
+
+
+def _take(outcome: Outcome, tally: _Tally, writer: Writer, output: OutputSet) -> None:
+    """Write down what became of one item."""
+    if isinstance(outcome, Ignored):
+        tally.ignored += 1
+    elif isinstance(outcome, Reject):
+        tally.refuse(outcome)
+        output.rejects.write(_reject_line(outcome))
+    else:
+        writer.write(outcome.labels, outcome.jpeg)
+        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\n")
+        tally.add(outcome)
+        if tally.count % HASH_EVERY_RECORDS == 0:
+            output.hash_written()
+
+
+def _worker_options(config: PackConfig) -> WorkerOptions:
+    images = ImageOptions(config.proof, config.quality, config.max_side, config.max_pixels)
+    return WorkerOptions(config.captions, config.context_length, images)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _manifest(config: PackConfig, tally: _Tally, content_hash: str, size_bytes: int) -> dict[str, Any]:
+    tokenizer = Tokenizer()
+    return {
+        "format_version": FORMAT_VERSION,
+        "count": tally.count,
+        "captions": config.captions,
+        "context_length": config.context_length,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.hash},
+        "sources": [printable(source) for source in config.sources],
+        "options": {name: getattr(config, name) for name in BYTES_OPTIONS},
+        "shuffled": False,
+        "rejects": tally.rejects,
+        "statistics": tally.statistics(),
+        "size_bytes": size_bytes,
+        "content_hash": content_hash,
+    }
+
+
+def _reject_line(reject: Reject) -> str:
+    line = {
+        "source": printable(reject.source),
+        "reason": reject.reason,
+        "message": printable(reject.message),
+    }
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _tsv(source: str) -> str:
+    """A source as one cell: the backslash and what would end the cell or the line are escaped."""
+    for letter, escaped in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
+        source = source.replace(letter, escaped)
+    return printable(source)
+
+
+def _nothing_packed(config: PackConfig, tally: _Tally) -> RwkvClipError:
+    shown = ", ".join(printable(source) for source in config.sources)
+    if not tally.rejects:
+        return RwkvClipError(f"nothing to pack: no image in {shown}", "rwkvclip pack --help")
+    counts = ", ".join(f"{reason} {count:,}" for reason, count in tally.reasons.most_common())
+    examples = "".join(f"\n  {printable(reject.message)}" for reject in tally.first_rejects)
+    return RwkvClipError(
+        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):{examples}",
+        "rwkvclip pack --help",
+    )
+
+
+def _beside(out: str, suffix: str) -> str:
+    return out.removesuffix(".rec") + suffix
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the pack as Ctrl-C does, so that nothing half-written stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(EXIT_SIGNAL + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

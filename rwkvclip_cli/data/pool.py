@@ -1,0 +1,231 @@
+"""Processes that pack samples, in order and with bounded memory, and outlive what a decoder does to them.
+
+>>> with Pool(2, WorkerOptions()) as pool:
+...     for outcome in pool.run(read_sources(["./imgs"], SourceOptions())):
+...         print(outcome)
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from rwkvclip_cli.data.samples import Ignored, Item, Reject, Sample
+from rwkvclip_cli.data.worker import Packed, WorkerOptions
+
+Outcome = Packed | Reject | Ignored
+
+BATCH_SAMPLES = 32
+BATCH_BYTES = 2**24
+BATCH_ITEMS = 1024
+END_WAIT_S = 5.0
+
+# A worker runs on one core: what its libraries would start besides only gets in the way of the others.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+# A plain child rather than multiprocessing's: that one would run the caller's script again (spawn) or copy DALI's
+# threads (fork).
+START = "import sys; sys.path[:] = {path!r}; from rwkvclip_cli.data.worker import main; main({descriptor})"
+
+
+@dataclass
+class _Batch:
+    """Items read together, and what became of each."""
+
+    outcomes: list[Outcome | None]
+    missing: int
+
+
+@dataclass
+class _Task:
+    """Samples of one batch that go to a worker together."""
+
+    batch: _Batch
+    positions: list[int]
+    samples: list[Sample]
+    is_retry: bool = False
+
+
+@dataclass
+class _Worker:
+    """A child process, its socket and the task that it has."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: Connection
+    log: BinaryIO
+    task: _Task | None = None
+    is_ready: bool = False
+
+
+@dataclass
+class Pool:
+    """Up to `count` worker processes, started when there is work for them."""
+
+    count: int
+    options: WorkerOptions
+    _workers: list[_Worker] = field(default_factory=list)
+
+    def run(self, items: Iterable[Item]) -> Iterator[Outcome]:
+        """Yield what becomes of each item, in the items' order.
+
+        A worker that dies (a decoder's fault, no memory left) is replaced and its samples are tried one at a time;
+        one at which a worker dies again is a reject. Raises RuntimeError for a bug in a worker.
+        """
+        batches = _batches(items)
+        window: deque[_Batch] = deque()
+        waiting: deque[_Task] = deque()
+        exhausted = False
+        while True:
+            while not exhausted and len(window) < 2 * self.count + 2:
+                entry = next(batches, None)
+                if entry is None:
+                    exhausted = True
+                    break
+                batch, task = entry
+                window.append(batch)
+                if task.samples:
+                    waiting.append(task)
+                # Workers get their first work before more is read.
+                self._assign(waiting)
+            self._assign(waiting)
+            while window and window[0].missing == 0:
+                yield from (outcome for outcome in window.popleft().outcomes if outcome is not None)
+            if exhausted and not window:
+                return
+            if window:
+                self._collect(waiting)
+
+    def _assign(self, waiting: deque[_Task]) -> None:
+        while waiting:
+            worker = next((worker for worker in self._workers if worker.task is None), None)
+            if worker is None and len(self._workers) < self.count:
+                worker = self._start()
+            if worker is None:
+                return
+            worker.task = waiting.popleft()
+            try:
+                worker.connection.send(worker.task.samples)
+            except (BrokenPipeError, ConnectionResetError):
+                self._bury(worker, waiting)
+
+    def _collect(self, waiting: deque[_Task]) -> None:
+        """Wait for some worker's word and take it in."""
+        busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
+        for connection in wait(list(busy)):
+            worker = busy[connection]  # type: ignore[index]
+            try:
+                word, content = worker.connection.recv()
+            except (EOFError, ConnectionResetError):
+                self._bury(worker, waiting)
+                continue
+            if word == "ready":
+                worker.is_ready = True
+            elif word == "bug":
+                raise RuntimeError(f"a packing process failed:\n{content}")
+            else:
+                task = worker.task
+                assert task is not None
+                worker.task = None
+                _settle(task, content)
+
+    def _bury(self, worker: _Worker, waiting: deque[_Task]) -> None:
+        """Let go of a dead worker; its samples are tried again one by one, or the only one is given up."""
+        self._workers.remove(worker)
+        code = worker.process.wait()
+        if not worker.is_ready:
+            worker.log.seek(0)
+            said = worker.log.read().decode("utf-8", "replace").strip()
+            _close(worker)
+            raise RuntimeError(f"a packing process did not start (exit code {code}):\n{said}")
+        _close(worker)
+        task = worker.task
+        if task is None:
+            return
+        if task.is_retry:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            source = task.samples[0].source
+            _settle(task, [Reject(source, "decoder-crash", f"{source}: the process that decoded it died ({how})")])
+            return
+        singles = zip(task.positions, task.samples, strict=True)
+        waiting.extendleft(
+            reversed([_Task(task.batch, [position], [sample], is_retry=True) for position, sample in singles])
+        )
+
+    def _start(self) -> _Worker:
+        here, there = Pipe()
+        log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the worker
+        start = START.format(path=[entry or os.getcwd() for entry in sys.path], descriptor=there.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | ONE_THREAD,
+            pass_fds=[there.fileno()],
+            process_group=0,  # Ctrl-C is for the packing process, which then lets its workers end
+        )
+        there.close()
+        here.send(self.options)
+        worker = _Worker(process, here, log)
+        self._workers.append(worker)
+        return worker
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.connection.close()
+            if kind is not None:
+                worker.process.kill()
+        for worker in self._workers:
+            try:
+                worker.process.wait(END_WAIT_S)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.log.close()
+        self._workers.clear()
+
+
+def _close(worker: _Worker) -> None:
+    worker.connection.close()
+    worker.log.close()
+
+
+def _settle(task: _Task, outcomes: list[Any]) -> None:
+    for position, outcome in zip(task.positions, outcomes, strict=True):
+        task.batch.outcomes[position] = outcome
+        task.batch.missing -= 1
+
+
+def _batches(items: Iterable[Item]) -> Iterator[tuple[_Batch, _Task]]:
+    """Cut the stream into batches of few samples and few bytes, rejects and ignored files among them."""
+    outcomes: list[Outcome | None] = []
+    positions: list[int] = []
+    samples: list[Sample] = []
+    size_bytes = 0
+    for item in items:
+        if isinstance(item, Sample):
+            positions.append(len(outcomes))
+            samples.append(item)
+            outcomes.append(None)
+            size_bytes += len(item.image) if isinstance(item.image, bytes) else 0
+        else:
+            outcomes.append(item)
+        if len(samples) == BATCH_SAMPLES or size_bytes >= BATCH_BYTES or len(outcomes) == BATCH_ITEMS:
+            batch = _Batch(outcomes, len(samples))
+            yield batch, _Task(batch, positions, samples)
+            outcomes, positions, samples, size_bytes = [], [], [], 0
+    if outcomes:
+        batch = _Batch(outcomes, len(samples))
+        yield batch, _Task(batch, positions, samples)

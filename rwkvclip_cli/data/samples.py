@@ -1,0 +1,178 @@
+"""What sources yield and packing consumes: samples, rejects, and how captions are found in files and rows.
+
+>>> find_captions(Sample("cat.jpg", image="cat.jpg", sidecars=(Sidecar("txt", b"a cat\\na tabby"),)))
+['a cat', 'a tabby']
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rwkvclip_cli.data.captions import decode_caption_bytes
+
+REASONS = {
+    "missing-image": "a caption without an image: no such file, or none named",
+    "missing-caption": "an image without a caption, or with blank ones alone",
+    "empty-file": "an image of no bytes",
+    "unreadable-image": "no picture format that can be read, or damaged",
+    "truncated-image": "the image's bytes end early",
+    "too-many-pixels": "more pixels than --max-pixels",
+    "too-large": "more bytes, or a longer side, than a record or a JPEG holds",
+    "not-faithful": "no JPEG comes within 2 of 255 of the picture, or DALI sees other pixels in it",
+    "bad-structure": "JPEG markers out of place (--proof structure) and no reader that mends it",
+    "decoder-crash": "the process that decoded it died",
+    "unreadable-caption": "a caption file that cannot be read or parsed",
+    "bad-row": "a table row that cannot be parsed",
+    "damaged-tar": "a tar that is cut off or damaged: what precedes is kept",
+    "unreadable-folder": "a folder that cannot be listed",
+}
+
+DEFAULT_CAPTION_KEYS = ("captions", "caption", "text", "title")
+DEFAULT_IMAGE_KEYS = ("image", "jpg", "file_name", "filepath", "path")
+SIDECAR_KINDS: tuple[Literal["txt", "json"], ...] = ("txt", "json")
+MAX_SIDECAR_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """A caption file of one sample: its kind and its bytes, or the path that a worker is to read."""
+
+    kind: Literal["txt", "json"]
+    content: bytes | str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One input. `source` names it for people; `image` is its bytes, or a path that a worker is to read.
+
+    Its captions are `captions`, then those of `sidecars`, of which `caption_keys` (or the usual keys) are read.
+    """
+
+    source: str
+    image: bytes | str
+    captions: tuple[str, ...] = ()
+    sidecars: tuple[Sidecar, ...] = ()
+    caption_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reject:
+    """One input that cannot be packed: `reason` is a key of REASONS."""
+
+    source: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A file that is no input at all, such as the licence in a tar; counted, nothing more."""
+
+    source: str
+
+
+Item = Sample | Reject | Ignored
+
+
+class BadCaptions(Exception):
+    """A caption file that cannot be read or parsed."""
+
+
+def find_captions(sample: Sample) -> list[str]:
+    """All captions of a sample in order, blank ones included; reads the sidecars that are paths.
+
+    A caption that both a .txt and a .json give (img2dataset writes both) counts once. Raises BadCaptions
+    where a sidecar is unreadable and no other gives a caption.
+    """
+    found = list(sample.captions)
+    faults = []
+    for sidecar in sample.sidecars:
+        try:
+            more = _read_sidecar(sidecar, sample.caption_keys)
+        except BadCaptions as fault:
+            faults.append(str(fault))
+            continue
+        found += [caption for caption in more if caption not in found] if found else more
+    if faults and not any(caption.strip() for caption in found):
+        raise BadCaptions("; ".join(faults))
+    return found
+
+
+def captions_in(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """The captions of a row or JSON object: those of every key in `keys`, or of the first usual key that is there."""
+    if keys:
+        return [text for key in keys for text in texts(row.get(key))]
+    for key in DEFAULT_CAPTION_KEYS:
+        if row.get(key) not in (None, []):
+            return texts(row[key])
+    return []
+
+
+def texts(value: Any) -> list[str]:
+    """The strings in a cell: itself, a number's digits, or each element of a list; nothing else speaks."""
+    if isinstance(value, str):
+        return [readable(value)]
+    if isinstance(value, list | tuple):
+        return [text for element in value for text in texts(element)]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [str(value)]
+    return []
+
+
+def readable(text: str) -> str:
+    """`text` with the undecoded bytes in it read as a legacy encoding, and lone surrogates replaced."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        pass
+    try:
+        return decode_caption_bytes(text.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:  # JSON's "\ud83d" without its other half
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def printable(text: str) -> str:
+    r"""A file name or message as valid Unicode: bytes that are no UTF-8 appear as \xNN."""
+    return text.encode("utf-8", "surrogateescape" if _is_escaped(text) else "replace").decode(
+        "utf-8", "backslashreplace"
+    )
+
+
+def _is_escaped(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" and not "\udc80" <= letter <= "\udcff" for letter in text)
+
+
+def sidecar_kind(suffix: str) -> Literal["txt", "json"] | None:
+    """The kind of caption file that a suffix (without its dot, any case) means."""
+    lowered = suffix.lower()
+    return next((kind for kind in SIDECAR_KINDS if kind == lowered), None)
+
+
+def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> list[str]:
+    content = sidecar.content if isinstance(sidecar.content, bytes) else _read_small(sidecar.content)
+    text = decode_caption_bytes(content)
+    if sidecar.kind == "txt":
+        return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    where = "its .json" if isinstance(sidecar.content, bytes) else sidecar.content
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadCaptions(f"{where} is not valid JSON: {error}") from None
+    if isinstance(document, dict):
+        return captions_in(document, keys)
+    return texts(document)
+
+
+def _read_small(path: str) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(MAX_SIDECAR_BYTES + 1)
+    except OSError as error:
+        raise BadCaptions(f"{path}: {error.strerror}") from None
+    if data is None or len(data) > MAX_SIDECAR_BYTES:
+        raise BadCaptions(f"{path}: a caption file has at most {MAX_SIDECAR_BYTES:,} bytes")
+    return data

@@ -1,0 +1,221 @@
+"""WebDataset tars as sources: files side by side that share a name up to the first dot are one sample.
+
+>>> [item.source for item in read_tar("shard-00000.tar")]  # cat.jpg, cat.txt
+['shard-00000.tar:cat.jpg']
+
+Read with our own walk over the headers, because `tarfile` takes a damaged header for the end of the archive.
+"""
+
+import bz2
+import gzip
+import lzma
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from rwkvclip_cli.data.samples import MAX_SIDECAR_BYTES, Ignored, Item, Reject, Sample, Sidecar, sidecar_kind
+
+MAX_IMAGE_BYTES = 2**31  # as `images.MAX_FILE_BYTES`; reading further would only fill the memory
+BLOCK = tarfile.BLOCKSIZE
+
+# Suffixes of pictures, readable or not: one that no reader knows is to become a reject, not to vanish.
+IMAGE_SUFFIXES = frozenset(
+    re.split(
+        " +",
+        "apng avif bmp dds dib gif heic heif ico icns j2c j2k jfif jif jls jp2 jpc jpe jpeg jpf jpg jpx jxl jxr mpo pbm"
+        " pcx pfm pgm png pnm ppm psd qoi sgi svg tga tif tiff webp",
+    )
+)
+
+_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+_DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
+
+
+class _Damaged(Exception):
+    """The archive cannot be read from `offset` (bytes, uncompressed) on."""
+
+    def __init__(self, offset: int, what: str) -> None:
+        super().__init__(what)
+        self.offset = offset
+        self.what = what
+
+
+@dataclass
+class _Group:
+    """The files of one sample, as they come."""
+
+    key: str
+    image: str = ""
+    data: bytes = b""
+    fault: Reject | None = None
+    sidecars: dict[str, Sidecar] = field(default_factory=dict)
+    suffixes: set[str] = field(default_factory=set)
+    first: str = ""
+
+
+def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Item]:
+    """Yield the samples of a tar (plain, gzip, bzip2 or xz) in order.
+
+    The image is the first file of a sample with a picture's suffix, or of the suffix `image_key`. Other files
+    alone are ignored. Where the tar is damaged, what precedes is kept and one reject names the byte.
+    """
+    group: _Group | None = None
+    try:
+        for name, tar, info in _members(path):
+            key, suffix = _key(name)
+            if not key or not suffix:
+                yield Ignored(f"{path}:{name}")
+                continue
+            if group is not None and (key != group.key or suffix in group.suffixes):
+                yield _finish(path, group, caption_keys)
+                group = None
+            if group is None:
+                group = _Group(key, first=name)
+            _add(path, group, name, suffix, tar, info, image_key)
+    except _Damaged as damage:
+        message = f"{path}: {damage.what} at byte {damage.offset:,}; what precedes is kept"
+        if group is not None:
+            item = _finish(path, group, caption_keys)
+            # A sample that lacks a part here has most likely lost it to the damage: one input, one reject.
+            if isinstance(item, Sample) and item.sidecars:
+                yield item
+            elif not isinstance(item, Ignored):
+                message += f", but for the incomplete sample {group.key}"
+        yield Reject(path, "damaged-tar", message)
+        return
+    if group is not None:
+        yield _finish(path, group, caption_keys)
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Folder and base name up to its first dot, and what follows that dot; neither for a hidden file."""
+    folder, _, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return (f"{folder}/{stem}" if folder else stem, suffix.lower()) if stem else ("", "")
+
+
+def _add(
+    path: str,
+    group: _Group,
+    name: str,
+    suffix: str,
+    tar: tarfile.TarFile,
+    info: tarfile.TarInfo,
+    image_key: str | None,
+) -> None:
+    group.suffixes.add(suffix)
+    last = suffix.rpartition(".")[2]
+    wanted = suffix == image_key.lower() or last == image_key.lower() if image_key else last in IMAGE_SUFFIXES
+    kind = sidecar_kind(last)
+    source = f"{path}:{name}"
+    if wanted and not group.image:
+        group.image = name
+        if not info.isreg():
+            group.fault = Reject(
+                source, "unreadable-image", f"{source} is a link; pack the tar with --hard-dereference"
+            )
+        elif info.size > MAX_IMAGE_BYTES:
+            group.fault = Reject(source, "too-large", f"{source}: {info.size:,} bytes, at most {MAX_IMAGE_BYTES:,}")
+        else:
+            group.data = _read(tar, info)
+    elif kind and kind not in group.sidecars and info.isreg() and info.size <= MAX_SIDECAR_BYTES:
+        group.sidecars[kind] = Sidecar(kind, _read(tar, info))
+
+
+def _finish(path: str, group: _Group, caption_keys: Sequence[str]) -> Item:
+    if not group.image:
+        source = f"{path}:{group.first}"
+        if not group.sidecars:
+            return Ignored(source)
+        return Reject(source, "missing-image", f"{source}: no image follows with the name {group.key}")
+    if group.fault:
+        return group.fault
+    source = f"{path}:{group.image}"
+    if not group.sidecars:
+        return Reject(
+            source, "missing-caption", f"{source}: no {group.key}.txt or .json next to it in the tar (tar --sort=name)"
+        )
+    sidecars = tuple(group.sidecars[kind] for kind in ("txt", "json") if kind in group.sidecars)
+    return Sample(source, group.data, sidecars=sidecars, caption_keys=tuple(caption_keys))
+
+
+def _read(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
+    try:
+        file = tar.extractfile(info)
+        data = file.read() if file else b""
+    except _DAMAGE as error:
+        raise _Damaged(info.offset, f"{info.name} is cut off ({error})") from error
+    if len(data) != info.size:
+        raise _Damaged(info.offset, f"{info.name} is cut off")
+    return data
+
+
+def _members(path: str) -> Iterator[tuple[str, tarfile.TarFile, tarfile.TarInfo]]:
+    """Name (without a leading ./), archive and header of every file and link, or _Damaged where the walk ends early."""
+    with _open(path) as stream:
+        tar = _Walker(fileobj=stream, mode="r")
+        while True:
+            at = tar.offset
+            info = _next_header(tar, stream)
+            if info is None:
+                return
+            if not tar.holds(tar.offset):
+                raise _Damaged(at, f"{info.name} is cut off")
+            if info.isreg() or info.islnk() or info.issym():
+                name = info.name
+                while name.startswith("./"):
+                    name = name[2:]
+                yield name, tar, info
+
+
+class _Walker(tarfile.TarFile):
+    """A TarFile that reads nothing by itself: it lends its header parsing and its readers of (sparse) members."""
+
+    def next(self) -> tarfile.TarInfo | None:
+        """Nothing: `_members` walks."""
+        return None
+
+    def holds(self, offset: int) -> bool:
+        """Whether the stream has all bytes before `offset`."""
+        stream: Any = self.fileobj
+        try:
+            stream.seek(offset - 1)
+            return bool(stream.read(1))
+        except _DAMAGE:
+            return False
+
+
+def _next_header(tar: tarfile.TarFile, stream: IO[bytes]) -> tarfile.TarInfo | None:
+    """The next header, in archives joined end to end too, or None at the end of the file."""
+    zeros = 0
+    while True:
+        at = tar.offset
+        try:
+            stream.seek(at)
+            return tarfile.TarInfo.fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            zeros += 1
+            tar.offset = at + BLOCK
+        except tarfile.EmptyHeaderError as error:  # type: ignore[attr-defined]
+            if zeros:
+                return None
+            raise _Damaged(at, "ends without an end-of-archive mark") from error
+        except _DAMAGE as error:
+            raise _Damaged(at, f"no valid header ({error})") from error
+
+
+def _open(path: str) -> IO[bytes]:
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - the caller closes it
+        start = file.read(6)
+        file.seek(0)
+    except OSError as error:
+        raise _Damaged(0, f"cannot be read ({error.strerror})") from error
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    if opener is None:
+        return file
+    opened: IO[bytes] = opener(file)
+    return opened

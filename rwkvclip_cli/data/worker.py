@@ -1,0 +1,144 @@
+"""What a packing process does: samples in, records out, over one socket. Started by `pool.Pool`.
+
+>>> pack_samples([Sample("cat.jpg", image="cat.jpg", captions=("a cat",))], WorkerOptions())[0].kept
+'kept'
+"""
+
+import os
+import sys
+import traceback
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
+from rwkvclip_cli.data.images import BadImage, read_file
+from rwkvclip_cli.data.prove import Decoder, ImageOptions, prepare
+from rwkvclip_cli.data.recordio import MAX_PAYLOAD_BYTES
+from rwkvclip_cli.data.samples import BadCaptions, Reject, Sample, find_captions
+
+RECORD_HEADER_BYTES = 24
+LOG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker needs of `PackConfig`."""
+
+    captions: int = 3
+    context_length: int = CONTEXT_LENGTH
+    images: ImageOptions = field(default_factory=ImageOptions)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A record but for its number.
+
+    labels: token ids of all slots. kept: as `prove.Prepared.kept`. width, height: pixels.
+    token_counts: ids of each caption that has a slot, start and end counted, padding not.
+    truncated, dropped: captions cut to the context length, captions beyond the slots.
+    """
+
+    source: str
+    labels: "array[float]"
+    jpeg: bytes
+    kept: str
+    width: int
+    height: int
+    token_counts: tuple[int, ...]
+    truncated: int
+    dropped: int
+
+
+def pack_samples(
+    samples: Sequence[Sample], options: WorkerOptions, decoder: Decoder | None = None
+) -> list[Packed | Reject]:
+    """Make a record of each sample, or say why not."""
+    outcomes: list[Packed | Reject | None] = [None] * len(samples)
+    captions: dict[int, list[str]] = {}
+    pictures: dict[int, bytes] = {}
+    for index, sample in enumerate(samples):
+        try:
+            captions[index] = _captions(sample)
+            pictures[index] = sample.image if isinstance(sample.image, bytes) else read_file(sample.image)
+        except BadCaptions as fault:
+            outcomes[index] = Reject(sample.source, "unreadable-caption", f"{sample.source}: {fault}")
+        except BadImage as fault:
+            outcomes[index] = Reject(sample.source, fault.reason, fault.message)
+        else:
+            if not captions[index]:
+                outcomes[index] = Reject(sample.source, "missing-caption", _without_caption(sample))
+                del pictures[index]
+    tokenizer = Tokenizer()
+    prepared = prepare(list(pictures.values()), options.images, decoder)
+    for index, picture in zip(pictures, prepared, strict=True):
+        source = samples[index].source
+        if isinstance(picture, BadImage):
+            outcomes[index] = Reject(source, picture.reason, f"{source}: {picture.message}")
+            continue
+        found = captions[index]
+        ids, truncated = tokenizer.fill_slots(found, options.captions, options.context_length)
+        if RECORD_HEADER_BYTES + 4 * len(ids) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
+            message = f"{source}: a JPEG of {len(picture.jpeg):,} bytes; a record holds less than {MAX_PAYLOAD_BYTES:,}"
+            outcomes[index] = Reject(source, "too-large", message)
+            continue
+        outcomes[index] = Packed(
+            source,
+            array("f", ids),
+            picture.jpeg,
+            picture.kept,
+            picture.width,
+            picture.height,
+            tuple(_token_counts(ids, min(len(found), options.captions), options.context_length)),
+            truncated,
+            max(0, len(found) - options.captions),
+        )
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _captions(sample: Sample) -> list[str]:
+    return clean_captions(find_captions(sample))
+
+
+def _without_caption(sample: Sample) -> str:
+    if sample.sidecars or sample.captions:
+        return f"{sample.source}: its captions are blank"
+    return f"{sample.source}: no caption file of the same stem beside it"
+
+
+def _token_counts(ids: Sequence[int], slots: int, context_length: int) -> list[int]:
+    """Ids of each of the first slots up to the end token, after which all is padding."""
+    counts = []
+    for start in range(0, slots * context_length, context_length):
+        count = context_length
+        while ids[start + count - 1] == 0:
+            count -= 1
+        counts.append(count)
+    return counts
+
+
+def main(descriptor: int) -> None:
+    """Serve batches over the inherited socket until the other side closes it."""
+    connection = Connection(descriptor)
+    try:
+        options: WorkerOptions = connection.recv()
+        decoder = Decoder()
+        connection.send(("ready", None))
+        while True:
+            samples = connection.recv()
+            try:
+                answer: tuple[str, object] = ("done", pack_samples(samples, options, decoder))
+            except Exception:
+                answer = ("bug", traceback.format_exc())
+            connection.send(answer)
+            _trim_log()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the packing process has ended
+
+
+def _trim_log() -> None:
+    """Keep the file that takes stderr small: decoders write a line for every image that they refuse."""
+    sys.stderr.flush()
+    if os.fstat(2).st_size > LOG_BYTES:
+        os.ftruncate(2, 0)
