@@ -44,6 +44,20 @@ TIFF_PHOTOMETRIC = 262
 TIFF_WHITE_IS_ZERO = 0
 
 
+# What stands in for pictures in scraped folders: first bytes and their meaning.
+LOOKALIKES = (
+    (b"version https://git-lfs", "a Git LFS pointer; git lfs pull brings the picture"),
+    (b"<", "markup: an HTML page or an SVG drawing"),
+    (b"data:", "a data URI, text"),
+    (b"HTTP/", "an HTTP answer with its head"),
+    (b"\x1f\x8b", "gzip data"),
+    (b"\xff\x0a", "JPEG XL, which no reader here decodes"),
+    (b"\x00\x00\x00\x0cJXL ", "JPEG XL, which no reader here decodes"),
+    (b"\xff\xd8", "a JPEG of a kind that no reader here decodes (12 bits, JPEG-LS), or damaged"),
+)
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"hevc", b"mif1", b"msf1")
+
+
 class BadImage(Exception):
     """A picture that cannot be packed: `reason` is a code of `sources.REASONS`, `message` says it in words."""
 
@@ -73,19 +87,19 @@ def read_file(path: str) -> bytes:
         # Without O_NONBLOCK a named pipe among the inputs would wait for its writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
-        raise BadImage("missing-image", f"{path}: no such file") from None
+        raise BadImage("missing-image", f"no file {path}") from None
     except OSError as error:
-        raise BadImage("unreadable-image", f"{path}: {error.strerror}") from None
+        raise BadImage("unreadable-image", error.strerror or str(error)) from None
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise BadImage("unreadable-image", f"{path}: not a regular file")
+            raise BadImage("unreadable-image", "not a regular file")
         if status.st_size > MAX_FILE_BYTES:
-            raise BadImage("too-large", f"{path}: {status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+            raise BadImage("too-large", f"{status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
         try:
             data = file.read()
         except OSError as error:
-            raise BadImage("unreadable-image", f"{path}: {error.strerror}") from None
+            raise BadImage("unreadable-image", error.strerror or str(error)) from None
     return data
 
 
@@ -229,6 +243,8 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("empty-file", "no bytes at all")
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
+    except UnidentifiedImageError as error:
+        raise BadImage("unreadable-image", _resembles(data)) from error
     except Exception as error:
         raise _unreadable(error) from error
     if image.width * image.height > max_pixels:
@@ -248,6 +264,15 @@ def _load(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
     return image
 
 
+def _resembles(data: bytes) -> str:
+    """What bytes that no reader knows look like, for the user's next step."""
+    if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS:
+        return "HEIC, which no reader here decodes"
+    start = data.lstrip()[:64]
+    words = next((words for magic, words in LOOKALIKES if start.startswith(magic)), None)
+    return words or "no picture format that can be read"
+
+
 def _unreadable(error: Exception) -> BadImage:
     """What Pillow raised, as a reason. Its readers raise almost any type for damaged bytes, so none is excluded."""
     if isinstance(error, BadImage):
@@ -256,8 +281,6 @@ def _unreadable(error: Exception) -> BadImage:
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         claimed = re.search(r"(\d+) pixels", words)
         return BadImage("too-many-pixels", f"{claimed[1] if claimed else 'too many'} pixels; see --max-pixels")
-    if isinstance(error, UnidentifiedImageError):
-        return BadImage("unreadable-image", "no picture format that can be read")
     if "truncated" in words.lower() or isinstance(error, EOFError):
         return BadImage("truncated-image", words)
     return BadImage("unreadable-image", words)

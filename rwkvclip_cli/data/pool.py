@@ -92,7 +92,7 @@ class Pool:
                 window.append(batch)
                 if task.samples:
                     waiting.append(task)
-                # Workers get their first work before more is read.
+                # Workers start, and get their first work, before more is read.
                 self._assign(waiting)
             self._assign(waiting)
             while window and window[0].missing == 0:
@@ -103,23 +103,26 @@ class Pool:
                 self._collect(waiting)
 
     def _assign(self, waiting: deque[_Task]) -> None:
-        while waiting:
-            worker = next((worker for worker in self._workers if worker.task is None), None)
-            if worker is None and len(self._workers) < self.count:
-                worker = self._start()
-            if worker is None:
-                return
-            worker.task = waiting.popleft()
-            try:
-                worker.connection.send(worker.task.samples)
-            except (BrokenPipeError, ConnectionResetError):
-                self._bury(worker, waiting)
+        """Give tasks to idle workers, and start workers for those that remain.
+
+        Only a worker that said it is ready gets a task: sending to one that still loads its libraries would block.
+        """
+        for worker in list(self._workers):
+            if waiting and worker.is_ready and worker.task is None:
+                worker.task = waiting.popleft()
+                try:
+                    worker.connection.send(worker.task.samples)
+                except (BrokenPipeError, ConnectionResetError):
+                    self._bury(worker, waiting)
+        starting = sum(not worker.is_ready for worker in self._workers)
+        for _ in range(min(len(waiting) - starting, self.count - len(self._workers))):
+            self._start()
 
     def _collect(self, waiting: deque[_Task]) -> None:
         """Wait for some worker's word and take it in."""
-        busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
-        for connection in wait(list(busy)):
-            worker = busy[connection]  # type: ignore[index]
+        speakers = {worker.connection: worker for worker in self._workers if worker.task or not worker.is_ready}
+        for connection in wait(list(speakers)):
+            worker = speakers[connection]  # type: ignore[index]
             try:
                 word, content = worker.connection.recv()
             except (EOFError, ConnectionResetError):
@@ -130,10 +133,9 @@ class Pool:
             elif word == "bug":
                 raise RuntimeError(f"a packing process failed:\n{content}")
             else:
-                task = worker.task
-                assert task is not None
+                assert worker.task is not None
+                _settle(worker.task, content)
                 worker.task = None
-                _settle(task, content)
 
     def _bury(self, worker: _Worker, waiting: deque[_Task]) -> None:
         """Let go of a dead worker; its samples are tried again one by one, or the only one is given up."""

@@ -40,7 +40,7 @@ class ImageOptions:
 class Prepared:
     """A JPEG for a record. `kept` is KEPT (the original bytes), RESIZED, or `re-encoded:` and why.
 
-    width, height: in pixels, as DALI will see it.
+    width, height: in pixels, as decoded; as stored (before EXIF turns it) where the proof decodes nothing.
     """
 
     jpeg: bytes

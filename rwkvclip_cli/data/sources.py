@@ -118,8 +118,7 @@ def _list_folder(folder: str, options: SourceOptions) -> Iterator[Item | str]:
     with os.scandir(folder) as scan:
         entries = [entry for entry in scan if not entry.name.startswith(".")]
     entries.sort(key=lambda entry: os.fsencode(entry.name))
-    files = [entry for entry in entries if entry.is_file() or (entry.is_symlink() and not entry.is_dir())]
-    files = [entry for entry in files if os.path.join(real, entry.name) not in options.skip]
+    files = [entry for entry in entries if _is_input(entry) and os.path.join(real, entry.name) not in options.skip]
     sidecars: dict[str, list[Sidecar]] = {}
     images: set[str] = set()
     for entry in files:
@@ -135,6 +134,14 @@ def _list_folder(folder: str, options: SourceOptions) -> Iterator[Item | str]:
     return _pair(entries, {entry.name for entry in files}, sidecars, images, options)
 
 
+def _is_input(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry is a regular file, or a link that leads to one or nowhere: that is a lost image, not nothing."""
+    try:
+        return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
+    except OSError:  # a link to itself
+        return True
+
+
 def _pair(
     entries: list["os.DirEntry[str]"],
     files: set[str],
@@ -145,7 +152,7 @@ def _pair(
     orphans_seen: set[str] = set()
     for entry in entries:
         if entry.name not in files:
-            if entry.is_dir():
+            if os.path.isdir(entry.path):
                 yield entry.path
             continue
         stem, suffix = _split(entry.name)

@@ -158,12 +158,9 @@ def _members(path: str) -> Iterator[tuple[str, tarfile.TarFile, tarfile.TarInfo]
     with _open(path) as stream:
         tar = _Walker(fileobj=stream, mode="r")
         while True:
-            at = tar.offset
             info = _next_header(tar, stream)
             if info is None:
                 return
-            if not tar.holds(tar.offset):
-                raise _Damaged(at, f"{info.name} is cut off")
             if info.isreg() or info.islnk() or info.issym():
                 name = info.name
                 while name.startswith("./"):
@@ -177,15 +174,6 @@ class _Walker(tarfile.TarFile):
     def next(self) -> tarfile.TarInfo | None:
         """Nothing: `_members` walks."""
         return None
-
-    def holds(self, offset: int) -> bool:
-        """Whether the stream has all bytes before `offset`."""
-        stream: Any = self.fileobj
-        try:
-            stream.seek(offset - 1)
-            return bool(stream.read(1))
-        except _DAMAGE:
-            return False
 
 
 def _next_header(tar: tarfile.TarFile, stream: IO[bytes]) -> tarfile.TarInfo | None:
@@ -202,7 +190,7 @@ def _next_header(tar: tarfile.TarFile, stream: IO[bytes]) -> tarfile.TarInfo | N
         except tarfile.EmptyHeaderError as error:  # type: ignore[attr-defined]
             if zeros:
                 return None
-            raise _Damaged(at, "ends without an end-of-archive mark") from error
+            raise _Damaged(at, "cut off: no end-of-archive mark") from error
         except _DAMAGE as error:
             raise _Damaged(at, f"no valid header ({error})") from error
 

@@ -60,16 +60,15 @@ def pack_samples(
     pictures: dict[int, bytes] = {}
     for index, sample in enumerate(samples):
         try:
-            captions[index] = _captions(sample)
-            pictures[index] = sample.image if isinstance(sample.image, bytes) else read_file(sample.image)
+            captions[index] = clean_captions(find_captions(sample))
+            if captions[index]:
+                pictures[index] = sample.image if isinstance(sample.image, bytes) else read_file(sample.image)
+            else:
+                outcomes[index] = Reject(sample.source, "missing-caption", _without_caption(sample))
         except BadCaptions as fault:
             outcomes[index] = Reject(sample.source, "unreadable-caption", f"{sample.source}: {fault}")
         except BadImage as fault:
-            outcomes[index] = Reject(sample.source, fault.reason, fault.message)
-        else:
-            if not captions[index]:
-                outcomes[index] = Reject(sample.source, "missing-caption", _without_caption(sample))
-                del pictures[index]
+            outcomes[index] = Reject(sample.source, fault.reason, f"{sample.source}: {fault.message}")
     tokenizer = Tokenizer()
     prepared = prepare(list(pictures.values()), options.images, decoder)
     for index, picture in zip(pictures, prepared, strict=True):
@@ -95,10 +94,6 @@ def pack_samples(
             max(0, len(found) - options.captions),
         )
     return [outcome for outcome in outcomes if outcome is not None]
-
-
-def _captions(sample: Sample) -> list[str]:
-    return clean_captions(find_captions(sample))
 
 
 def _without_caption(sample: Sample) -> str:
