@@ -4,6 +4,7 @@
 59
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,13 +16,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UsageError, progress
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress
 from rwkvclip_cli.data.captions import Tokenizer
+from rwkvclip_cli.data.estimate import estimate_inputs
 from rwkvclip_cli.data.output import OutputSet, check_target
 from rwkvclip_cli.data.pool import Outcome, Pool
 from rwkvclip_cli.data.prove import ImageOptions
 from rwkvclip_cli.data.samples import Ignored, Reject, printable
-from rwkvclip_cli.data.sources import SourceOptions, read_sources
+from rwkvclip_cli.data.sources import SourceOptions, find_sources, read_sources
 from rwkvclip_cli.data.worker import Packed, WorkerOptions
 from rwkvclip_cli.data.writers import Writer, open_writer
 
@@ -156,16 +158,18 @@ def pack(config: PackConfig) -> PackSummary:
     final = check_target(config.out, config.overwrite)
     skip = frozenset(os.path.join(os.path.realpath(path.parent), path.name) for path in final.values())
     options = SourceOptions(config.format, config.image_key, config.caption_key, skip)
-    items = read_sources(config.sources, options)
+    found = find_sources(config.sources, options)
+    if config.proof == "decode":
+        _need_dali()
     tally = _Tally()
     workers = Pool(config.workers or _cores(), _worker_options(config))
     with _ends_on_sigterm(), OutputSet(config.out, config.overwrite) as output:
         with (
             open_writer(config.writer, output.partial["rec"], output.partial["idx"]) as writer,
             workers as pool,
-            progress(None, "packing", "images") as bar,
+            progress(estimate_inputs(found, options), "packing", "images") as bar,
         ):
-            for outcome in pool.run(items):
+            for outcome in pool.run(read_sources(found, options)):
                 _take(outcome, tally, writer, output)
                 if not isinstance(outcome, Ignored):
                     bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
@@ -201,6 +205,15 @@ def _take(outcome: Outcome, tally: _Tally, writer: Writer, output: OutputSet) ->
         tally.add(outcome)
         if tally.count % HASH_EVERY_RECORDS == 0:
             output.hash_written()
+
+
+def _need_dali() -> None:
+    try:
+        there = importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:
+        there = False
+    if not there:
+        raise UnableError("--proof decode needs nvidia-dali, which is not installed", "--proof structure")
 
 
 def _worker_options(config: PackConfig) -> WorkerOptions:

@@ -1,7 +1,7 @@
 """Processes that pack samples, in order and with bounded memory, and outlive what a decoder does to them.
 
 >>> with Pool(2, WorkerOptions()) as pool:
-...     for outcome in pool.run(read_sources(["./imgs"], SourceOptions())):
+...     for outcome in pool.run(read_folder("./imgs", SourceOptions())):
 ...         print(outcome)
 """
 

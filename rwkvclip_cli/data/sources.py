@@ -1,6 +1,7 @@
 """Where samples come from: each kind of source is a generator of samples and its entry in KINDS and SUFFIXES.
 
->>> for item in read_sources(["./imgs", "pairs.csv", "shard-00000.tar"], SourceOptions()):
+>>> options = SourceOptions()
+>>> for item in read_sources(find_sources(["./imgs", "pairs.csv", "shard-00000.tar"], options), options):
 ...     print(item.source)
 """
 
@@ -39,15 +40,20 @@ class Kind:
     check: Callable[[str, SourceOptions], None] = _no_check
 
 
-def read_sources(paths: Iterable[str], options: SourceOptions) -> Iterator[Item]:
-    """Yield the items of all sources in order, after checking all of them.
+def find_sources(paths: Iterable[str], options: SourceOptions) -> list[tuple[str, str]]:
+    """Each source with its kind, a key of KINDS.
 
     Raises UsageError for a source that is missing, of an unknown kind, or a table without the columns.
     """
     found = [(path, kind_of(path, options)) for path in paths]
-    for path, name in found:
-        KINDS[name].check(path, options)
-    return (item for path, name in found for item in KINDS[name].read(path, options))
+    for path, kind in found:
+        KINDS[kind].check(path, options)
+    return found
+
+
+def read_sources(found: Iterable[tuple[str, str]], options: SourceOptions) -> Iterator[Item]:
+    """Yield the items of all sources, as `find_sources` gives them, in order."""
+    return (item for path, kind in found for item in KINDS[kind].read(path, options))
 
 
 def kind_of(path: str, options: SourceOptions) -> str:
@@ -185,16 +191,16 @@ def _check_table(path: str, options: SourceOptions) -> None:
 def _read_tars(path: str, options: SourceOptions) -> Iterator[Item]:
     from rwkvclip_cli.data.tars import read_tar
 
-    for tar in _tars_of(path, options):
+    for tar in tars_of(path):
         yield from read_tar(tar, options.image_key, options.caption_keys)
 
 
 def _check_tars(path: str, options: SourceOptions) -> None:
-    if not _tars_of(path, options):
+    if not tars_of(path):
         raise UsageError(f"--format webdataset: no .tar file in {path}", f"ls {path}")
 
 
-def _tars_of(path: str, options: SourceOptions) -> list[str]:
+def tars_of(path: str) -> list[str]:
     """A tar itself, or the tars of a folder that `--format webdataset` names."""
     if not os.path.isdir(path):
         return [path]

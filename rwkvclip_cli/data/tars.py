@@ -9,16 +9,18 @@ Read with our own walk over the headers, because `tarfile` takes a damaged heade
 import bz2
 import gzip
 import lzma
+import os
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from rwkvclip_cli.data.samples import MAX_SIDECAR_BYTES, Ignored, Item, Reject, Sample, Sidecar, sidecar_kind
 
 MAX_IMAGE_BYTES = 2**31  # as `images.MAX_FILE_BYTES`; reading further would only fill the memory
+MAGIC_BYTES = 6
 BLOCK = tarfile.BLOCKSIZE
 
 # Suffixes of pictures, readable or not: one that no reader knows is to become a reject, not to vanish.
@@ -88,6 +90,30 @@ def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str
         return
     if group is not None:
         yield _finish(path, group, caption_keys)
+
+
+def count_samples(path: str, enough: Callable[[], bool]) -> tuple[int, int] | None:
+    """The samples of an uncompressed tar and its bytes, read from its headers alone; None for a compressed one.
+
+    Where `enough()` turns true on the way: those up to there.
+    """
+    with open(path, "rb") as file:
+        if _opener(file.read(MAGIC_BYTES)):
+            return None
+    count = offset = 0
+    last = ""
+    try:
+        for name, tar, _info in _members(path):
+            key, suffix = _key(name)
+            kind = suffix.rpartition(".")[2]
+            if key and key != last and (kind in IMAGE_SUFFIXES or sidecar_kind(kind)):
+                count, last = count + 1, key
+            offset = tar.offset
+            if count % 64 == 0 and enough():
+                return count, offset
+    except _Damaged:
+        pass
+    return count, os.stat(path).st_size
 
 
 def _key(name: str) -> tuple[str, str]:
@@ -198,12 +224,13 @@ def _next_header(tar: tarfile.TarFile, stream: IO[bytes]) -> tarfile.TarInfo | N
 def _open(path: str) -> IO[bytes]:
     try:
         file = open(path, "rb")  # noqa: SIM115 - the caller closes it
-        start = file.read(6)
+        opener = _opener(file.read(MAGIC_BYTES))
         file.seek(0)
     except OSError as error:
         raise _Damaged(0, f"cannot be read ({error.strerror})") from error
-    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
-    if opener is None:
-        return file
-    opened: IO[bytes] = opener(file)
-    return opened
+    return opener(file) if opener else file
+
+
+def _opener(start: bytes) -> Callable[[IO[bytes]], IO[bytes]] | None:
+    """What decompresses a file of these first bytes, or None for a plain one."""
+    return next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
