@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.data.recordio import read_index
 
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
@@ -73,7 +74,7 @@ def open_packed(path: str | Path) -> PackedSet:
     for file in (rec, idx):
         if not file.is_file():
             raise RwkvClipError(f"{file}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
-    offsets = _read_offsets(idx, rec.stat().st_size)
+    offsets = _read_offsets(rec, idx)
     manifest = _read_manifest(rec.with_suffix(".manifest.json"))
     captions, context_length = LABEL_WIDTH_PUBLISHED
     if manifest:
@@ -87,25 +88,16 @@ def open_packed(path: str | Path) -> PackedSet:
     return PackedSet(rec, idx, captions, context_length, manifest, offsets)
 
 
-def _read_offsets(idx: Path, rec_size_bytes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The offsets of an index, sorted as DALI sorts them; a damaged line is an error that names it."""
-    rebuild = f"rwkvclip pack SOURCE... {idx.with_suffix('.rec')} --overwrite"
-    try:
-        table = np.loadtxt(idx, dtype=np.int64, delimiter="\t", ndmin=2)
-    except ValueError as error:
-        # DALI would end the list at such a line without a word, and train on a part of the data.
-        raise RwkvClipError(f"{idx}: damaged index: {error}", hint=rebuild) from None
-    if table.size == 0:
+def _read_offsets(rec: Path, idx: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The offsets of an index, none of them outside its .rec file."""
+    offsets = np.array(read_index(idx), dtype=np.int64)
+    rebuild = f"rwkvclip pack SOURCE... {rec} --overwrite"
+    if not offsets.size:
         raise RwkvClipError(f"{idx}: the index is empty", hint=rebuild)
-    if table.shape[1] != 2:
-        raise RwkvClipError(f"{idx}: an index line is a key and an offset, not {table.shape[1]} fields", hint=rebuild)
-    offsets = np.sort(table[:, 1])
-    if np.any(offsets[1:] == offsets[:-1]):
-        raise RwkvClipError(f"{idx}: two lines name the same record", hint=rebuild)
-    if offsets[0] < 0 or offsets[-1] >= rec_size_bytes:
+    size_bytes = rec.stat().st_size
+    if offsets[-1] >= size_bytes:
         raise RwkvClipError(
-            f"{idx}: offset {offsets[-1]:,} lies outside the {rec_size_bytes:,} bytes of its .rec file",
-            hint=rebuild,
+            f"{idx}: offset {offsets[-1]:,} lies outside the {size_bytes:,} bytes of {rec.name}", hint=rebuild
         )
     return offsets
 

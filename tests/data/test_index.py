@@ -1,0 +1,57 @@
+"""Opening a packed set: what fits together opens, what does not says what is wrong."""
+
+from pathlib import Path
+
+import pytest
+from helpers import write_packed
+
+from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.data.index import open_packed
+
+
+def test_what_a_packed_set_knows(tmp_path: Path) -> None:
+    packed = open_packed(write_packed(tmp_path / "a.rec", 3))
+    assert (packed.count, packed.captions, packed.context_length) == (3, 3, 16)
+    assert packed.ordinals(packed.offsets[[2, 0]]).tolist() == [2, 0]
+
+
+def test_a_file_without_manifest_is_taken_as_the_published_layout(tmp_path: Path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 3)
+    rec.with_suffix(".manifest.json").unlink()
+    assert (open_packed(rec).captions, open_packed(rec).context_length) == (3, 77)
+
+
+def test_an_epochs_index_holds_the_window_alone(tmp_path: Path) -> None:
+    packed = open_packed(write_packed(tmp_path / "a.rec", 5))
+    packed.write_index(tmp_path / "part.idx", [(0, 2), (4, 5)])
+    lines = [line.split("\t") for line in (tmp_path / "part.idx").read_text().splitlines()]
+    assert [(int(key), int(offset)) for key, offset in lines] == [(i, packed.offsets[i]) for i in (0, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("a.idx", None, "a.idx: no such file"),
+        ("a.rec", None, "a.rec: no such file"),
+        ("a.idx", "", "the index is empty"),
+        ("a.idx", "0\t0\nx\t5\n", "line 2"),
+        ("a.idx", "0\t0\n1\t99999999\n", "offset 99,999,999 lies outside"),
+        ("a.idx", "0\t0\n", "lists 1 records, a.manifest.json says 3"),
+        ("a.manifest.json", "{", "damaged manifest"),
+        ("a.manifest.json", "{}", "damaged manifest"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, file: str, text: str | None, message: str) -> None:
+    rec = write_packed(tmp_path / "a.rec", 3)
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(RwkvClipError, match=message):
+        open_packed(rec)
+
+
+def test_another_suffix_is_not_a_packed_set(tmp_path: Path) -> None:
+    with pytest.raises(RwkvClipError, match=r"not a packed \.rec file") as error:
+        open_packed(tmp_path)
+    assert error.value.hint == f"rwkvclip pack {tmp_path} data.rec"

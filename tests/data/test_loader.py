@@ -1,0 +1,182 @@
+"""What the loader gives: every record at most once an epoch, equal steps, the same again after a resume."""
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import jpeg, write_packed
+from PIL import Image
+
+from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.data.index import open_packed
+from rwkvclip_cli.data.loader import (
+    CLIP_MEAN,
+    CLIP_STD,
+    LoaderSpec,
+    TrainLoader,
+    caption_slots,
+    epoch_window,
+    eval_batches,
+    steps_per_epoch,
+)
+from rwkvclip_cli.data.recordio import MAGIC_BYTES, Record, RecordWriter, pack_record
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_packed(tmp_path_factory.mktemp("packed") / "pairs.rec", 50)
+
+
+def epoch_records(path: Path, spec_of_rank: list[LoaderSpec], epoch: int) -> list[list[int]]:
+    found = []
+    for spec in spec_of_rank:
+        loader = TrainLoader(open_packed(path), spec, epoch=epoch)
+        found.append([int(record) for batch in loader.batches() for record in batch.records])
+        loader.close()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 8), (3, 4), (2, 25)])
+def test_every_rank_takes_the_same_steps_and_no_record_comes_twice(
+    packed: Path, world_size: int, batch_size: int
+) -> None:
+    specs = [LoaderSpec(batch_size, 16, rank=rank, world_size=world_size) for rank in range(world_size)]
+    seen: Counter[int] = Counter()
+    for epoch in range(3):
+        per_rank = epoch_records(packed, specs, epoch)
+        assert len({len(records) for records in per_rank}) == 1
+        together = [record for records in per_rank for record in records]
+        assert len(together) == len(set(together)) == 50 // (world_size * batch_size) * world_size * batch_size
+        seen.update(together)
+    # What an epoch leaves out comes in the next, so no record falls behind.
+    assert max(seen.values()) - min(seen[record] for record in range(50)) <= 1
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(packed: Path) -> None:
+    orders = [
+        epoch_records(packed, [LoaderSpec(10, 16, seed=seed)], epoch)[0] for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders[0] == epoch_records(packed, [LoaderSpec(10, 16)], 0)[0]
+    assert orders[0] != sorted(orders[0])
+
+
+def test_fewer_samples_an_epoch_rotate_through_the_data(packed: Path) -> None:
+    spec = LoaderSpec(10, 16, num_samples=20)
+    epochs = [epoch_records(packed, [spec], epoch)[0] for epoch in range(5)]
+    assert [len(set(records)) for records in epochs] == [20] * 5
+    assert Counter(record for records in epochs for record in records) == dict.fromkeys(range(50), 2)
+
+
+def test_windows_by_hand() -> None:
+    assert epoch_window(10, 4, 0) == [(0, 4)]
+    assert epoch_window(10, 4, 1) == [(4, 8)]
+    assert epoch_window(10, 4, 2) == [(0, 2), (8, 10)]
+    assert epoch_window(10, 10, 7) == [(0, 10)]
+
+
+def test_sample_counts_that_cannot_be(packed: Path) -> None:
+    data = open_packed(packed)
+    with pytest.raises(UsageError, match=r"--train-num-samples 51 is more than the 50 records") as error:
+        steps_per_epoch(data, LoaderSpec(8, 16, num_samples=51))
+    assert error.value.hint == "--train-num-samples 50"
+    with pytest.raises(UsageError, match=r"do not fill one global batch of 64 \(2 ranks x 32\)") as error:
+        steps_per_epoch(data, LoaderSpec(32, 16, world_size=2))
+    assert error.value.hint == "--batch-size 25"
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_saved_position_goes_on_with_the_same_pixels(packed: Path, taken: int) -> None:
+    # 50 records, batches of 12: the window makes DALI read an index of its own.
+    spec = LoaderSpec(12, 16, seed=5)
+    first = TrainLoader(open_packed(packed), spec, epoch=2)
+    batches = first.batches()
+    for _ in range(taken):
+        next(batches)
+    state = first.state()
+    rest = list(batches)
+    again = TrainLoader(open_packed(packed), spec, epoch=2, state=state)
+    resumed = list(again.batches(taken))
+    assert len(rest) == len(resumed) == 4 - taken
+    for want, have in zip(rest, resumed, strict=True):
+        assert torch.equal(want.images, have.images)
+        assert torch.equal(want.tokens, have.tokens)
+        assert np.array_equal(want.records, have.records)
+
+
+def test_captions_belong_to_their_record_and_come_from_seed_epoch_and_record(packed: Path) -> None:
+    spec = LoaderSpec(25, 16, seed=3)
+    loader = TrainLoader(open_packed(packed), spec, epoch=1)
+    for batch in loader.batches():
+        slots = caption_slots(batch.records, seed=3, epoch=1, slots=3)
+        assert batch.tokens.dtype == torch.int64
+        assert batch.tokens[:, 0].tolist() == [1 + (3 * r + s) % 511 for r, s in zip(batch.records, slots, strict=True)]
+        assert batch.tokens[:, 1].tolist() == [1 + r % 7 for r in batch.records]
+
+
+def test_caption_draws_are_even_and_independent_between_epochs() -> None:
+    records = np.arange(90_000)
+    one, two = (caption_slots(records, seed=0, epoch=epoch, slots=3) for epoch in (0, 1))
+    # 9 cells of 10,000: four standard deviations are 4 * sqrt(10,000 * 8 / 9) = 377.
+    assert np.all(np.abs(np.bincount(one * 3 + two, minlength=9) - 10_000) < 377)
+    assert caption_slots(np.array([7]), seed=0, epoch=0, slots=1).tolist() == [0]
+
+
+def test_evaluation_shows_the_centre_of_every_record_once_in_order(packed: Path) -> None:
+    batches = list(eval_batches(open_packed(packed), LoaderSpec(16, 14), caption_slot=2))
+    assert [len(batch.records) for batch in batches] == [16, 16, 16, 2]
+    assert [int(record) for batch in batches for record in batch.records] == list(range(50))
+    assert batches[3].tokens[:, 0].tolist() == [1 + (3 * 48 + 2) % 511, 1 + (3 * 49 + 2) % 511]
+    # 20 x 16 pixels become 20 x 16: the shorter side is 14 * 256 / 224 = 16 already, so only the crop is left.
+    pixels = np.asarray(Image.open(io.BytesIO(jpeg(0))).convert("RGB"), dtype=np.float32)[1:15, 3:17]
+    expected = (pixels / 255 - np.array(CLIP_MEAN)) / np.array(CLIP_STD)
+    np.testing.assert_allclose(batches[0].images[0].permute(1, 2, 0).numpy(), expected, atol=2e-2)
+
+
+def test_evaluation_of_a_slot_that_is_not_there(packed: Path) -> None:
+    with pytest.raises(UsageError, match="slots 0 to 2"):
+        next(eval_batches(open_packed(packed), LoaderSpec(4, 16), caption_slot=3))
+
+
+def test_training_images_are_cropped_and_mirrored(tmp_path: Path) -> None:
+    """A picture of a red left and a blue right half: both orientations occur, and the border between them moves."""
+    picture = Image.new("RGB", (96, 96), "red")
+    picture.paste("blue", (48, 0, 96, 96))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=95, subsampling=0)
+    with RecordWriter(tmp_path / "one.rec") as writer:
+        writer.write(pack_record(Record([0.0] * 231, buffer.getvalue())))
+    data = open_packed(tmp_path / "one.rec")
+    mirrored, borders = [], []
+    for seed in range(24):
+        loader = TrainLoader(data, LoaderSpec(1, 64, seed=seed), epoch=0)
+        image = next(loader.batches()).images[0]
+        assert image.shape == (3, 64, 64)
+        assert image.dtype == torch.float32
+        is_red = image[0] > image[2]
+        mirrored.append(not is_red[0, 0])
+        borders.append(int(is_red[0].sum()))
+    assert 4 <= sum(mirrored) <= 20
+    assert len(set(borders)) >= 6
+    # At least sqrt(0.7 x 0.8) of the width is seen, so the border stays within a third of the middle.
+    assert all(64 / 3 - 1 <= border <= 128 / 3 + 1 for border in borders)
+
+
+def test_split_records_keep_their_identity(tmp_path: Path) -> None:
+    """A comment segment holds the magic word at an aligned place, so the record is split; it is still known."""
+    path = tmp_path / "split.rec"
+    with RecordWriter(path) as writer:
+        for ordinal in range(8):
+            image = jpeg(ordinal)
+            head = 24 + 4 * 48
+            comment = b"\0" * (-(head + 6) % 4) + MAGIC_BYTES * 3
+            segment = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment
+            labels = [float(ordinal)] * 48
+            writer.write(pack_record(Record(labels, image[:2] + segment + image[2:], ordinal)))
+    path.with_suffix(".manifest.json").write_text('{"count": 8, "captions": 3, "context_length": 16}')
+    loader = TrainLoader(open_packed(path), LoaderSpec(4, 16), epoch=0)
+    for batch in loader.batches():
+        assert batch.tokens[:, 0].tolist() == batch.records.tolist()

@@ -1,0 +1,236 @@
+"""Whole runs on CPU ranks: they learn, they resume bit for bit, they stop when asked."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from helpers import free_port, plain_environment, run_cli, run_ranks, write_model_config, write_packed
+from safetensors.torch import load_file
+
+from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.train import TrainConfig, checkpoint, train
+from rwkvclip_cli.train.loop import autocast
+from rwkvclip_cli.train.run import set_matmul_precision
+
+# 50 records, 2 epochs of 6 global batches of 8 (3 ranks: 5 of 9); step 8 lies inside the second epoch.
+STEPS = 12
+BATCH_SIZES = {1: 8, 2: 4, 3: 3, 4: 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("runs")
+    write_packed(made / "pairs.rec", 50)
+    write_model_config(made / "model.json")
+    return made
+
+
+def options(folder: Path, output: str, world_size: int, *more: str) -> list[str]:
+    return [
+        "train", "--output", str(folder / output), "--train-data", str(folder / "pairs.rec"),
+        "--model-config", str(folder / "model.json"), "--batch-size", str(BATCH_SIZES[world_size]), "--epochs", "2",
+        "--precision", "fp32", "--log-every", "1", "--save-every-steps", "4", "--keep", "9", "--workers", "1", *more,
+    ]  # fmt: skip
+
+
+def config(folder: Path, output: str, **changes: Any) -> TrainConfig:
+    made = TrainConfig(
+        output=str(folder / output), train_data=str(folder / "pairs.rec"), model_config=str(folder / "model.json"),
+        batch_size=8, epochs=2, precision="fp32", log_every=1, save_every_steps=4, keep=9, workers=1,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact_part(output: Path) -> list[tuple[Any, ...]]:
+    """What has to be equal bit for bit of two runs' metrics."""
+    names = ("step", "samples", "loss", "lr", "grad_norm", "logit_scale", "skipped")
+    return [tuple(line[name] for name in names) for line in lines(output)]
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    ends = [checkpoint.newest(path) for path in (one, two)]
+    assert ends[0].name == ends[1].name
+    left, right = (load_file(end / "model.safetensors") for end in ends)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def run(world_size: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return run_cli(*arguments) if world_size == 1 else run_ranks(world_size, arguments)
+
+
+@pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_a_run_resumed_inside_an_epoch_equals_the_undisturbed_one(folder: Path, world_size: int) -> None:
+    steps = 2 * (50 // (world_size * BATCH_SIZES[world_size]))
+    whole, parts = folder / f"whole{world_size}", folder / f"parts{world_size}"
+    done = run(world_size, options(folder, whole.name, world_size))
+    assert done.returncode == 0, done.stderr
+    kept = [path.name for path in checkpoint.list_checkpoints(whole)]
+    assert kept == ["step-00000004", "step-00000008", f"step-{steps:08d}"]
+    # The run as a crash behind step 8 leaves it: later lines may be in the log, later checkpoints are not.
+    shutil.copytree(whole, parts)
+    shutil.rmtree(checkpoint.checkpoint_path(parts, steps))
+    with (parts / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 13, "lo')
+    again = run(world_size, options(folder, parts.name, world_size))
+    assert again.returncode == 0, again.stderr
+    assert f"step-00000008, behind step 8 of {steps}" in again.stderr
+    assert exact_part(parts) == exact_part(whole)
+    assert [line["step"] for line in lines(parts)] == list(range(1, steps + 1))
+    assert same_weights(whole, parts)
+    losses = [line["loss"] for line in lines(whole)]
+    assert len(set(losses)) == steps
+
+
+def test_a_finished_run_is_left_alone(folder: Path) -> None:
+    first = train(config(folder, "finished", epochs=1))
+    before = (folder / "finished" / "metrics.jsonl").read_bytes()
+    again = train(config(folder, "finished", epochs=1))
+    assert (first.step, again.step, again.finished) == (6, 6, True)
+    assert (folder / "finished" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32"])
+def test_each_precision_learns_with_float32_weights(folder: Path, precision: str) -> None:
+    output = f"precision-{precision}"
+    done = train(config(folder, output, precision=precision, epochs=8, lr=3e-3, save_every_steps=None))
+    assert done.finished
+    losses = [line["loss"] for line in lines(folder / output)]
+    assert sum(losses[-6:]) / 6 < sum(losses[:6]) / 6 - 0.1
+    saved = checkpoint.load(checkpoint.newest(folder / output))
+    assert {tensor.dtype for tensor in saved.model.values()} == {torch.float32}
+    assert (saved.optimizer["scaler"] is not None) == (precision == "fp16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "product", "allowed"),
+    [
+        ("bf16", torch.bfloat16, "highest"),
+        ("fp16", torch.float16, "highest"),
+        ("fp32", torch.float32, "highest"),
+        ("tf32", torch.float32, "high"),
+    ],
+)
+def test_each_precision_does_what_it_says(precision: str, product: torch.dtype, allowed: str) -> None:
+    set_matmul_precision(precision)
+    with autocast(precision, torch.device("cpu")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == product
+    assert torch.get_float32_matmul_precision() == allowed
+    assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+    set_matmul_precision("fp32")
+
+
+def test_the_log_says_what_people_look_for(folder: Path) -> None:
+    train(config(folder, "log", epochs=1, log_every=4))
+    found = lines(folder / "log")
+    assert [line["step"] for line in found] == [4, 6]
+    assert list(found[0]) == [
+        "step", "samples", "loss", "lr", "grad_norm", "logit_scale", "images_per_s", "images_per_s_per_gpu",
+        "data_wait_fraction", "mfu", "peak_memory_gib", "skipped", "seconds",
+    ]  # fmt: skip
+    assert found[0]["samples"] == 32
+    assert found[0]["mfu"] is None
+    assert found[0]["images_per_s"] == found[0]["images_per_s_per_gpu"] > 0
+    assert 0 <= found[0]["data_wait_fraction"] <= 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "log" / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([line["loss"] for line in found])
+
+
+def test_another_seed_is_another_run(folder: Path) -> None:
+    for seed in (1, 2):
+        train(config(folder, f"seed{seed}", epochs=1, seed=seed))
+    assert exact_part(folder / "seed1") != exact_part(folder / "seed2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "of a run with seed 0; this one has 1"),
+        ({"batch_size": 4}, "of a run with batch-size 8; this one has 4"),
+        ({"drop_path_rate": 0.5}, "of a run with model-config"),
+        ({"resume": "none"}, r"--resume none, but .* holds step-00000006"),
+        ({"resume": "/nowhere"}, "/nowhere: no checkpoint there"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    train(config(folder, "other", epochs=1))
+    with pytest.raises(UsageError, match=message):
+        train(config(folder, "other", epochs=1, **changes))
+
+
+def test_mistakes_end_in_one_line(folder: Path) -> None:
+    missing = run_cli("train", "--train-data", folder / "pairs.rec")
+    assert missing.returncode == 2
+    assert missing.stderr == (
+        "rwkvclip: --output is missing: Folder for checkpoints, metrics and curves.\n  try: --output PATH\n"
+    )
+    absent = run_cli("train", "--output", folder / "absent", "--train-data", folder / "nothing.rec")
+    assert absent.returncode == 1
+    assert absent.stderr.endswith(f"try: rwkvclip pack SOURCE... {folder / 'nothing.rec'}\n")
+    assert "Traceback" not in absent.stderr
+
+
+def test_a_stop_signal_to_one_rank_saves_on_all_and_the_run_goes_on(folder: Path) -> None:
+    """SIGTERM reaches rank 1 alone; both ranks save the same step and leave with 75; resumed, the run ends as ever."""
+    port = free_port()
+    arguments = options(folder, "stopped", 2, "--epochs", "2")
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        environment = plain_environment({**place, "MASTER_ADDR": "127.0.0.1", "RWKVCLIP_DEVICE": "cpu"})
+        command = [sys.executable, "-m", "rwkvclip_cli", *arguments]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    log = folder / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and log.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    ranks[1].send_signal(signal.SIGTERM)
+    output = [rank.communicate(timeout=120) for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    newest = checkpoint.newest(folder / "stopped")
+    if codes == [0, 0]:
+        pytest.skip("this machine finished twelve steps before the signal arrived")
+    assert codes == [75, 75], output
+    assert "stopped on request behind step" in output[0][1]
+    assert newest is not None
+    assert checkpoint.read_state(newest)["position"]["step"] < STEPS
+    assert run_ranks(2, arguments).returncode == 0
+    reference = folder / "whole2"
+    if not reference.exists():
+        assert run_ranks(2, options(folder, "whole2", 2)).returncode == 0
+    assert exact_part(folder / "stopped") == exact_part(reference)
+    assert same_weights(folder / "stopped", reference)
+
+
+def spawned(rank: int, world_size: int, port: int, folder: str) -> None:
+    import os
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", RWKVCLIP_DEVICE="cpu")
+    train(config(Path(folder), "spawned", batch_size=4, epochs=1))
+
+
+def test_spawned_ranks_train_like_torchruns(folder: Path) -> None:
+    mp.spawn(spawned, (2, free_port(), str(folder)), nprocs=2)
+    reference = folder / "torchrun"
+    done = run_ranks(2, options(folder, "torchrun", 2, "--epochs", "1"))
+    assert done.returncode == 0, done.stderr
+    assert exact_part(folder / "spawned") == exact_part(reference)
