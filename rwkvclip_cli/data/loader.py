@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.index import PackedSet
-from rwkvclip_cli.data.index import open_packed as open_packed
+from rwkvclip_cli.data.packed import PackedSet
+from rwkvclip_cli.data.packed import open_packed as open_packed
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP's pixel statistics, of values in 0..1
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from rwkvclip_cli import console
 from rwkvclip_cli.config import EvalConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.index import open_packed
 from rwkvclip_cli.data.loader import LoaderSpec, eval_batches, loader_threads
+from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
 from rwkvclip_cli.train import checkpoint
 from rwkvclip_cli.train.distributed import read_ranks

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rwkvclip_cli import __version__, console
 from rwkvclip_cli.config import TrainConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.index import PackedSet, open_packed
 from rwkvclip_cli.data.loader import SHUFFLE_BUFFER, LoaderSpec, loader_threads, steps_per_epoch
+from rwkvclip_cli.data.packed import PackedSet, open_packed
 from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
 from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.checkpoint import Checkpoint

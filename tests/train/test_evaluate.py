@@ -64,8 +64,8 @@ def test_a_model_that_collapsed_scores_chance() -> None:
 
 def test_the_command_measures_what_the_functions_do(tmp_path: Path) -> None:
     """Every path from file to number, against embeddings computed here, in batches that do not divide the records."""
-    from rwkvclip_cli.data.index import open_packed
     from rwkvclip_cli.data.loader import LoaderSpec, eval_batches
+    from rwkvclip_cli.data.packed import open_packed
 
     rec = write_packed(tmp_path / "pairs.rec", 23)
     config = write_model_config(tmp_path / "model.json")

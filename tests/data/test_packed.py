@@ -6,7 +6,7 @@ import pytest
 from helpers import write_packed
 
 from rwkvclip_cli.console import RwkvClipError
-from rwkvclip_cli.data.index import open_packed
+from rwkvclip_cli.data.packed import open_packed
 
 
 def test_what_a_packed_set_knows(tmp_path: Path) -> None:

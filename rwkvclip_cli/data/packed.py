@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.console import RwkvClipError
-from rwkvclip_cli.data.recordio import read_index
+from rwkvclip_cli.data.record_index import read_index
 
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
