@@ -142,7 +142,7 @@ def _parameter(field: Any, hint: Any) -> inspect.Parameter:
     is_list = typing.get_origin(hint) is tuple
     default: Any = list(field.default) if is_list else field.default
     if meta["argument"]:
-        value = typer.Argument(default or ..., help=meta["help"])
+        value = typer.Argument(... if default in ("", []) else default, help=meta["help"])
     else:
         name = f"--{config.option_name(field)}"
         spelled = f"{name}/--no-{config.option_name(field)}" if hint is bool and field.default is True else name
@@ -204,3 +204,28 @@ def _pack(options: config.PackConfig) -> None:
         console.result_json(summary.document())
     else:
         console.result(summary.text())
+
+
+@command(
+    "nccl-check",
+    config.NcclCheckConfig,
+    "Check that the ranks' collectives are right, and measure how fast they are.",
+    with_context=True,
+)
+def _nccl_check(options: config.NcclCheckConfig, context: typer.Context) -> None:
+    from rwkvclip_cli.nccl_check import nccl_check
+
+    raise typer.Exit(nccl_check(options, context.meta.get(SETTINGS_FILE)))
+
+
+@command("demo", config.DemoConfig, "Pack, check, train and evaluate on drawn scenes: everything once, in minutes.")
+def _demo(options: config.DemoConfig) -> None:
+    import tempfile
+    from pathlib import Path
+
+    from rwkvclip_cli.demo import run_demo
+
+    if options.folder is None:
+        run_demo(Path(tempfile.mkdtemp(prefix="rwkvclip-demo-")), keep=False)
+    else:
+        run_demo(Path(options.folder), keep=True)

@@ -34,20 +34,16 @@ def workers_of(parent: int) -> list[Worker]:
 
 def kill_all_with(name: str, value: str) -> list[Worker]:
     """SIGKILL every process, and its group, whose environment holds NAME=VALUE; returns the ranks among them."""
-    killed = []
-    for pid in _pids():
-        environ = _environ(pid)
-        if environ.get(name) != value or pid == os.getpid():
-            continue
+    found = [(pid, environ) for pid in _pids() if (environ := _environ(pid)).get(name) == value and pid != os.getpid()]
+    ranks = [Worker(pid, int(environ.get("RANK", "0"))) for pid, environ in found if "LOCAL_RANK" in environ]
+    for pid, _ in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             # torchrun makes each rank the leader of a group, which its loader processes belong to.
             if os.getpgid(pid) == pid:
                 os.killpg(pid, signal.SIGKILL)
             else:
                 os.kill(pid, signal.SIGKILL)
-            if "LOCAL_RANK" in environ:
-                killed.append(Worker(pid, int(environ.get("RANK", "0"))))
-    return killed
+    return ranks
 
 
 def _pids() -> Iterator[int]:

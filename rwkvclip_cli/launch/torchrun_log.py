@@ -10,16 +10,13 @@ TRACEBACK = b"Traceback (most recent call last):"
 # What torchrun logs on the way to its report; the verdict says it once.
 REPORTING = re.compile(rb"torch/distributed/elastic/\S+\] .*(failed \(exitcode|closing signal)")
 REPORT = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-FAILURE = re.compile(
-    r"host\s*: (?P<host>\S+)\s+rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)"
-)
+FAILURE = re.compile(r"rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that torchrun saw fail; a negative exit code is the signal that ended it."""
+    """A worker of this node that torchrun saw fail; a negative exit code is the signal that ended it."""
 
-    host: str
     rank: int
     exit_code: int
 
@@ -29,7 +26,7 @@ class TorchrunLog:
 
     def __init__(self) -> None:
         self._line = b""
-        self._held: list[bytes] = []
+        self._held: list[str] = []
         self._holding = False
 
     def feed(self, data: bytes) -> bytes:
@@ -45,26 +42,20 @@ class TorchrunLog:
     def _passes(self, line: bytes) -> bool:
         # A traceback here is somebody's last word, so holding the rest back delays nothing that matters.
         self._holding = self._holding or line.startswith(TRACEBACK)
-        if self._holding or REPORTING.search(line):
-            self._held.append(line)
+        if REPORTING.search(line):
             return False
-        return True
-
-    @property
-    def held(self) -> str:
-        """Everything that was held back."""
-        return b"\n".join(self._held).decode(errors="replace")
+        if self._holding:
+            self._held.append(line.decode(errors="replace"))
+        return not self._holding
 
     def tracebacks(self) -> str:
-        """The tracebacks that were held back, without torchrun's report of failed workers."""
-        first, *others = self.held.split(TRACEBACK.decode())
-        del first  # the lines before a traceback are torchrun's notices of what its report repeats
-        return "".join(TRACEBACK.decode() + other for other in others if REPORT not in other).rstrip()
+        """What was held back, without torchrun's report of failed workers."""
+        opening = TRACEBACK.decode()
+        _, *found = "\n".join(self._held).split(opening)
+        return "".join(opening + each for each in found if REPORT not in each).rstrip()
 
     def failures(self) -> list[Failure]:
         """The workers in torchrun's report, the one it saw fail first in front."""
-        found = [
-            Failure(match["host"], int(match["rank"]), int(match["code"])) for match in FAILURE.finditer(self.held)
-        ]
+        found = [Failure(int(match["rank"]), int(match["code"])) for match in FAILURE.finditer("\n".join(self._held))]
         # The report ends with its root cause.
         return found[-1:] + found[:-1]

@@ -4,6 +4,7 @@
 """
 
 import signal
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def judge(
     """
     if stop is not None and stop.killed:
         ranks = ", ".join(str(rank) for rank in stop.killed)
-        message = f"rank {ranks} did not stop within {stop.grace_s:g} s and was killed; unsaved steps are lost"
+        message = f"killed after {stop.grace_s:g} s without stopping: rank {ranks}; unsaved steps are lost"
         return Verdict(EXIT_SIGNAL + stop.signal, message, hint="a longer --stop-grace")
     if stop is not None and stop.signal == signal.SIGINT:
         return Verdict(EXIT_SIGNAL + signal.SIGINT, "interrupted")
@@ -81,10 +82,11 @@ def _first_cause(
         return _died(min(deaths, key=lambda death: -death.exit_code == signal.SIGABRT))
     failed = [record for record in records if record.code not in HARMLESS]
     if failed:
-        return _recorded(failed[0])
+        # One that only says that it failed, such as a rank told so by another, is the poorer witness.
+        return _recorded(min(failed, key=lambda record: not record.message))
     codes = [failure for failure in silent if failure.exit_code > 0]
     if codes:
-        where = f"rank {codes[0].rank} on {codes[0].host}"
+        where = f"rank {codes[0].rank} on {socket.gethostname()}"
         return _explained(codes[0].exit_code, f"{where} failed with exit code {codes[0].exit_code}", traceback, "")
     if silent and stop is None:
         return _died(silent[0])
@@ -92,8 +94,8 @@ def _first_cause(
 
 
 def _recorded(record: ExitRecord) -> Verdict:
-    where = f"rank {record.rank} on {record.host} failed with exit code {record.code}"
-    message = f"{where}: {record.message}" if record.message else where
+    where = f"rank {record.rank} on {record.host}"
+    message = f"{where}: {record.message}" if record.message else f"{where} failed with exit code {record.code}"
     return _explained(record.code, message, record.traceback, record.hint)
 
 
@@ -104,7 +106,7 @@ def _died(failure: Failure) -> Verdict:
     except ValueError:
         name = f"signal {number}"
     hint = "look in `dmesg` for the out-of-memory killer" if number == signal.SIGKILL else ""
-    message = f"rank {failure.rank} on {failure.host} was ended by {name}"
+    message = f"rank {failure.rank} on {socket.gethostname()} was ended by {name}"
     return Verdict(EXIT_SIGNAL + number, message, hint=hint)
 
 

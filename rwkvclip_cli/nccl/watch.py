@@ -1,0 +1,90 @@
+"""Name the rank that does not answer: every rank notes the phase it is in, and a thread notices a standstill.
+
+>>> with Watch(rank=0, world_size=8, store=store.clone(), timeout_s=60) as watch:
+...     watch.phase("all_reduce of 8 B")
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from rwkvclip_cli.console import EXIT_FAILED, RwkvClipError, show_error
+from rwkvclip_cli.launch.exit_record import record_exit
+
+POLL_S = 0.2
+OTHERS_WAIT_S = 3.0  # rank 0 speaks first; the others only if it is the silent one
+HINT = "look at that rank's machine, and run again with NCCL_DEBUG=INFO to see what it waits for"
+
+
+def _leave(message: str, hint: str) -> None:
+    """End this process, whose main thread hangs in a collective: no exception could reach it."""
+    record_exit(EXIT_FAILED, message, hint=hint)
+    show_error(RwkvClipError(message, hint))
+    os._exit(EXIT_FAILED)
+
+
+class Watch:
+    """This rank's phases, and the thread that ends the process once a phase outlasts `timeout_s`.
+
+    `store` is a connection of its own to the ranks' key-value store: the main thread's may be blocked.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        timeout_s: float,
+        leave: Callable[[str, str], None] = _leave,
+    ) -> None:
+        self.rank, self.world_size, self.store, self.timeout_s, self.leave = rank, world_size, store, timeout_s, leave
+        self._count = 0
+        self._started_s = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.phase("start")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def phase(self, name: str) -> None:
+        """Note for all ranks that this one now begins `name`."""
+        self._count += 1
+        note = {"count": self._count, "name": name, "host": socket.gethostname()}
+        self.store.set(f"phase/{self.rank}", json.dumps(note))
+        self._started_s = time.monotonic()
+
+    def _look(self) -> None:
+        patience_s = self.timeout_s + (OTHERS_WAIT_S if self.rank else 0.0)
+        while not self._ended.wait(POLL_S):
+            if time.monotonic() - self._started_s > patience_s:
+                self.leave(standstill(self._notes(), self.timeout_s), HINT)
+                return
+
+    def _notes(self) -> list[dict[str, Any] | None]:
+        keys = [f"phase/{rank}" for rank in range(self.world_size)]
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+
+
+def standstill(notes: list[dict[str, Any] | None], timeout_s: float) -> str:
+    """Say which ranks hold the others up, from each rank's last note (None: it never spoke)."""
+    front = max((note["count"] for note in notes if note), default=0)
+    behind = [rank for rank, note in enumerate(notes) if note is None or note["count"] < front]
+    waiting = next((note["name"] for note in notes if note and note["count"] == front), "start")
+    if not behind:
+        return f"no rank got through {waiting} within {timeout_s:g} s: they all answer, but their data does not pass"
+    named = [f"rank {rank} {_last_seen(notes[rank])}" for rank in behind]
+    return f"no answer within {timeout_s:g} s from {'; '.join(named)}; the others wait in {waiting}"
+
+
+def _last_seen(note: dict[str, Any] | None) -> str:
+    return "(never started)" if note is None else f"on {note['host']} (last seen in {note['name']})"
