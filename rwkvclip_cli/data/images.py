@@ -90,17 +90,18 @@ def read_file(path: str) -> bytes:
         raise BadImage("missing-image", f"no file {path}") from None
     except OSError as error:
         raise BadImage("unreadable-image", error.strerror or str(error)) from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise BadImage("unreadable-image", "not a regular file")
         if status.st_size > MAX_FILE_BYTES:
             raise BadImage("too-large", f"{status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
-        try:
-            data = file.read()
-        except OSError as error:
-            raise BadImage("unreadable-image", error.strerror or str(error)) from None
-    return data
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise BadImage("unreadable-image", error.strerror or str(error)) from None
+    finally:
+        os.close(descriptor)
 
 
 def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> Header:
@@ -280,7 +281,8 @@ def _unreadable(error: Exception) -> BadImage:
     words = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         claimed = re.search(r"(\d+) pixels", words)
-        return BadImage("too-many-pixels", f"{claimed[1] if claimed else 'too many'} pixels; see --max-pixels")
+        count = f"{int(claimed[1]):,} pixels" if claimed else "too many pixels"
+        return BadImage("too-many-pixels", f"{count}; --max-pixels is {Image.MAX_IMAGE_PIXELS:,}")
     if "truncated" in words.lower() or isinstance(error, EOFError):
         return BadImage("truncated-image", words)
     return BadImage("unreadable-image", words)
@@ -318,7 +320,7 @@ def _grey16(image: Image.Image) -> Image.Image:
     bits = tags.get(TIFF_BITS_PER_SAMPLE, (16,))[0]
     if 8 < bits < 16:
         full = float(2**bits - 1)
-    scaled = values * (255.0 / full)
+    scaled = values * 255.0 / full
     if tags.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO:
         scaled = 255.0 - scaled
     key = image.info.get("transparency")
@@ -330,7 +332,7 @@ def _grey16(image: Image.Image) -> Image.Image:
 def _grey32(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.float64)
     if image.format in ("PPM", "PNG"):  # Pillow widens these to the whole of 16 bits
-        return _grey8(values * (255.0 / 65535.0))
+        return _grey8(values * 255.0 / 65535.0)
     return _grey8(_to_byte_range(values, unit_is_white=False))
 
 
@@ -345,8 +347,8 @@ def _to_byte_range(values: NDArray[np.float64], unit_is_white: bool) -> NDArray[
     if low >= 0:
         for white in (1.0, 255.0, 65535.0) if unit_is_white else (255.0, 65535.0):
             if high <= white:
-                return values * (255.0 / white)
-    return (values - low) * (255.0 / (high - low)) if high > low else np.zeros_like(values)
+                return values * 255.0 / white
+    return (values - low) * 255.0 / (high - low) if high > low else np.zeros_like(values)
 
 
 def _grey8(values: NDArray[np.float64]) -> Image.Image:

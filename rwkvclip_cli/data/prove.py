@@ -242,6 +242,8 @@ def _is_faithful(seen: RGB | None, picture: _Picture) -> bool:
 
 def _decode(decoder: Decoder, pictures: Sequence[_Picture], jpegs: Sequence[bytes]) -> list[RGB | None]:
     sizes = [(_pixels(picture).shape[1], _pixels(picture).shape[0]) for picture in pictures]
+    if not sizes:
+        return []
     return decoder.decode(jpegs, sizes)
 
 

@@ -1,0 +1,177 @@
+"""Pictures become JPEG that DALI decodes to what the careful reader sees; the awkward ones are files of this folder."""
+
+import io
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nvidia.dali import Pipeline, fn, types
+from PIL import Image
+
+from rwkvclip_cli.data.images import BadImage, encode_jpeg, read_rgb
+from rwkvclip_cli.data.prove import FAITHFUL_MEAN, KEPT, RESIZED, Decoder, ImageOptions, Prepared, prepare
+
+FOLDER = Path(__file__).parent
+WEIRD = {
+    name: expected
+    for name, expected, _ in (line.split("\t") for line in (FOLDER / "weird_images.tsv").read_text().splitlines())
+}
+
+
+def dali_pixels(jpeg: bytes) -> np.ndarray:
+    """The pixels in DALI, through a pipeline of this test's own."""
+    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None)
+    with pipeline:
+        data = fn.external_source(name="data", device="cpu")
+        pipeline.set_outputs(fn.decoders.image(data, device="cpu", output_type=types.RGB))
+    pipeline.build()
+    pipeline.feed_input("data", [np.frombuffer(jpeg, np.uint8)])
+    return np.array(pipeline.run()[0].at(0))
+
+
+def outcome(result: Prepared | BadImage) -> str:
+    return result.kept if isinstance(result, Prepared) else f"reject:{result.reason}"
+
+
+def photo(seed: int = 0, size: tuple[int, int] = (48, 32)) -> np.ndarray:
+    """A smooth picture, another for each seed."""
+    x, y = np.meshgrid(np.linspace(0, 3, size[0]), np.linspace(0, 2, size[1]))
+    waves = [np.sin(x * (1 + channel) + y + seed) for channel in range(3)]
+    return np.rint(127.5 + 127.5 * np.stack(waves, -1)).astype(np.uint8)
+
+
+def png(rgb: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(rgb).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def with_junk(jpeg: bytes) -> bytes:
+    """Bytes between two segments: Pillow skips them; DALI refuses them and loses its pipeline."""
+    second = jpeg.index(b"\xff\xdb")
+    return jpeg[:second] + b"junk" + jpeg[second:]
+
+
+@pytest.fixture(scope="module")
+def weird() -> dict[str, Prepared | BadImage]:
+    """What becomes of every awkward file, prepared as one run so that bad ones sit between good ones."""
+    names = sorted(WEIRD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = prepare([(FOLDER / "weird_images" / name).read_bytes() for name in names], ImageOptions())
+    return dict(zip(names, results, strict=True))
+
+
+def test_the_table_names_every_awkward_file():
+    assert sorted(WEIRD) == sorted(path.name for path in (FOLDER / "weird_images").iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(WEIRD))
+def test_an_awkward_picture_is_kept_or_mended_or_refused(weird, name):
+    result = weird[name]
+    assert outcome(result) == WEIRD[name]
+    if not isinstance(result, Prepared):
+        return
+    data = (FOLDER / "weird_images" / name).read_bytes()
+    careful, seen = read_rgb(data), dali_pixels(result.jpeg)
+    assert seen.shape == careful.shape == (result.height, result.width, 3)
+    if result.kept == KEPT:
+        assert result.jpeg == data
+        assert np.array_equal(seen, careful)
+    else:
+        assert np.abs(seen.astype(int) - careful).mean() <= FAITHFUL_MEAN
+
+
+def test_a_plain_jpeg_keeps_its_bytes():
+    jpeg = encode_jpeg(photo(), 80)
+    assert prepare([jpeg], ImageOptions()) == [Prepared(jpeg, KEPT, 48, 32)]
+
+
+def test_bad_pictures_leave_their_neighbours_alone():
+    good = [encode_jpeg(photo(seed), 90) for seed in range(40)]
+    pictures = [with_junk(jpeg) if seed % 13 == 5 else jpeg for seed, jpeg in enumerate(good)]
+    results = prepare([*pictures, b"no picture"], ImageOptions())
+    assert Counter(map(outcome, results)) == {
+        KEPT: 37,
+        "re-encoded:refused-by-dali": 3,
+        "reject:unreadable-image": 1,
+    }
+    for seed, result in enumerate(results[:-1]):
+        assert isinstance(result, Prepared)
+        assert np.abs(read_rgb(result.jpeg).astype(int) - read_rgb(good[seed])).mean() <= FAITHFUL_MEAN
+
+
+def test_noise_raises_the_quality_until_it_is_faithful():
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    (result,) = prepare([png(noise)], ImageOptions(quality=50))
+    assert isinstance(result, Prepared)
+    assert np.abs(dali_pixels(result.jpeg).astype(int) - noise).mean() <= FAITHFUL_MEAN
+    # A smooth picture is faithful at once and stays at the quality asked for.
+    (smooth,) = prepare([png(photo())], ImageOptions(quality=90))
+    assert isinstance(smooth, Prepared)
+    assert smooth.jpeg == encode_jpeg(photo(), 90)
+
+
+def test_a_decoder_that_shows_other_pixels_is_believed_over_the_bytes():
+    class Wrong(Decoder):
+        def decode(self, jpegs, sizes):
+            return [None if pixels is None else pixels // 2 for pixels in super().decode(jpegs, sizes)]
+
+    (result,) = prepare([encode_jpeg(photo(), 90)], ImageOptions(), Wrong())
+    assert outcome(result) == "reject:not-faithful"
+
+
+def test_a_long_side_is_resized_and_a_short_one_is_not():
+    long, short = encode_jpeg(photo(size=(96, 40)), 95), encode_jpeg(photo(size=(48, 40)), 95)
+    resized, kept = prepare([long, short], ImageOptions(max_side=48))
+    assert isinstance(resized, Prepared)
+    assert (resized.kept, resized.width, resized.height) == (RESIZED, 48, 20)
+    assert dali_pixels(resized.jpeg).shape == (20, 48, 3)
+    assert kept == Prepared(short, KEPT, 48, 40)
+
+
+def test_a_size_other_than_expected_is_not_decoded():
+    jpeg = encode_jpeg(photo(), 90)
+    assert Decoder().decode([jpeg, jpeg], [(48, 32), (32, 48)])[1] is None
+
+
+def test_structure_keeps_whole_markers_and_mends_broken_ones():
+    jpeg = encode_jpeg(photo(), 90)
+    options = ImageOptions(proof="structure")
+    kept, junk, cut, other = prepare([jpeg, with_junk(jpeg), jpeg[:-2], png(photo())], options)
+    assert kept == Prepared(jpeg, KEPT, 48, 32)
+    assert outcome(junk) == "re-encoded:bad-structure"
+    assert outcome(cut) == "reject:truncated-image"
+    assert outcome(other) == "re-encoded:png"
+
+
+def test_no_proof_keeps_any_jpeg_but_still_makes_jpeg_of_the_rest():
+    jpeg = encode_jpeg(photo(), 90)[:-2]
+    kept, other = prepare([jpeg, png(photo())], ImageOptions(proof="none"))
+    assert kept == Prepared(jpeg, KEPT, 48, 32)
+    assert outcome(other) == "re-encoded:png"
+
+
+@pytest.mark.parametrize("proof", ["structure", "none"])
+def test_only_the_decode_proof_needs_dali(proof):
+    class Absent(Decoder):
+        def decode(self, jpegs, sizes):
+            raise AssertionError("DALI was asked")
+
+    prepare([encode_jpeg(photo(), 90), png(photo())], ImageOptions(proof=proof), Absent())
+
+
+def test_large_pictures_are_taken_a_few_at_a_time(monkeypatch):
+    counts = []
+
+    class Watching(Decoder):
+        def decode(self, jpegs, sizes):
+            counts.append(len(jpegs))
+            return super().decode(jpegs, sizes)
+
+    monkeypatch.setattr("rwkvclip_cli.data.prove.GROUP_PIXELS", 48 * 32 * 3)
+    prepare([encode_jpeg(photo(seed), 90) for seed in range(7)], ImageOptions(), Watching())
+    assert max(counts) == 3
+    assert sum(counts) == 7
