@@ -1,5 +1,29 @@
-"""Settings of the whole suite: one thread a process, since tests run beside each other."""
+"""Settings of the whole suite: one thread a process, since tests run beside each other; skips that say why."""
 
 import os
+import shutil
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+CLUSTER_TOOLS = ("ip", "unshare")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus: int | None = None
+    for item in items:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu"):
+            if gpus is None:
+                import torch
+
+                gpus = torch.cuda.device_count()
+            needed = 2 if item.get_closest_marker("multigpu") else 1
+            if gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPUs, this machine has {gpus}"))
+        if item.get_closest_marker("cluster"):
+            missing = [tool for tool in CLUSTER_TOOLS if shutil.which(tool) is None]
+            if os.geteuid() != 0:
+                item.add_marker(pytest.mark.skip(reason="needs root, for network namespaces"))
+            elif missing:
+                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)} (Debian: iproute2, util-linux)"))

@@ -234,3 +234,27 @@ def test_spawned_ranks_train_like_torchruns(folder: Path) -> None:
     done = run_ranks(2, options(folder, "torchrun", 2, "--epochs", "1"))
     assert done.returncode == 0, done.stderr
     assert exact_part(folder / "spawned") == exact_part(reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32"])
+def test_each_precision_learns_on_a_gpu(folder: Path, precision: str) -> None:
+    output = f"gpu-{precision}"
+    done = train(config(folder, output, precision=precision, epochs=8, lr=3e-3, save_every_steps=None))
+    assert done.finished
+    losses = [line["loss"] for line in lines(folder / output)]
+    assert sum(losses[-6:]) / 6 < sum(losses[:6]) / 6 - 0.1
+
+
+@pytest.mark.gpu
+def test_a_deterministic_gpu_run_resumes_bit_for_bit(folder: Path) -> None:
+    whole, parts = folder / "gpu-whole", folder / "gpu-parts"
+    arguments = [*options(folder, whole.name, 1), "--deterministic", "--precision", "bf16"]
+    done = run_cli(*arguments)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(whole, parts)
+    shutil.rmtree(checkpoint.checkpoint_path(parts, STEPS))
+    again = run_cli(*[*options(folder, parts.name, 1), "--deterministic", "--precision", "bf16"])
+    assert again.returncode == 0, again.stderr
+    assert exact_part(parts) == exact_part(whole)
+    assert same_weights(whole, parts)
