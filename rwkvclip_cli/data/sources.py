@@ -120,11 +120,10 @@ def _identity(path: str) -> tuple[int, int]:
 
 def _list_folder(folder: str, options: SourceOptions) -> Iterator[Item | str]:
     """The items of one folder, and the paths (str) of the folders in it, in the order of their names' bytes."""
-    real = os.path.realpath(folder)
     with os.scandir(folder) as scan:
         entries = [entry for entry in scan if not entry.name.startswith(".")]
     entries.sort(key=lambda entry: os.fsencode(entry.name))
-    files = [entry for entry in entries if _is_input(entry) and os.path.join(real, entry.name) not in options.skip]
+    files = [entry for entry in entries if _is_input(entry) and not _is_skipped(folder, entry.name, options.skip)]
     sidecars: dict[str, list[Sidecar]] = {}
     images: set[str] = set()
     for entry in files:
@@ -146,6 +145,13 @@ def _is_input(entry: "os.DirEntry[str]") -> bool:
         return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
     except OSError:  # a link to itself
         return True
+
+
+def _is_skipped(folder: str, name: str, skip: frozenset[str]) -> bool:
+    # A real path costs a call for each folder on the way, so the name alone is looked at first.
+    if all(os.path.basename(path) != name for path in skip):
+        return False
+    return os.path.join(os.path.realpath(folder), name) in skip
 
 
 def _pair(
