@@ -162,7 +162,7 @@ class Pool:
 
     def _start(self) -> _Worker:
         here, there = Pipe()
-        log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the worker
+        log = _open_log()
         start = START.format(path=[entry or os.getcwd() for entry in sys.path], descriptor=there.fileno())
         process = subprocess.Popen(
             [sys.executable, "-c", start],
@@ -197,6 +197,13 @@ class Pool:
                 worker.process.wait()
             worker.log.close()
         self._workers.clear()
+
+
+def _open_log() -> BinaryIO:
+    """A file for what a worker prints: in memory where the system has that, so that a full disk does not matter."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("rwkvclip-worker"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _close(worker: _Worker) -> None:

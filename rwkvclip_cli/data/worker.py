@@ -4,6 +4,7 @@
 'kept'
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -134,6 +135,8 @@ def main(descriptor: int) -> None:
 
 def _trim_log() -> None:
     """Keep the file that takes stderr small: decoders write a line for every image that they refuse."""
-    sys.stderr.flush()
-    if os.fstat(2).st_size > LOG_BYTES:
-        os.ftruncate(2, 0)
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+        if os.fstat(2).st_size > LOG_BYTES:
+            os.ftruncate(2, 0)
+            os.lseek(2, 0, os.SEEK_SET)

@@ -1,0 +1,586 @@
+"""Packing from sources to files: every input is a record or a reject, whatever happens on the way."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nvidia.dali import Pipeline, fn, types
+from PIL import Image
+
+from rwkvclip_cli.config import PackConfig
+from rwkvclip_cli.console import RwkvClipError, UnableError, UsageError
+from rwkvclip_cli.data import pool
+from rwkvclip_cli.data.captions import Tokenizer
+from rwkvclip_cli.data.images import encode_jpeg, read_rgb
+from rwkvclip_cli.data.output import SUFFIXES, OutputSet
+from rwkvclip_cli.data.pack import PackSummary, pack
+from rwkvclip_cli.data.pool import Pool
+from rwkvclip_cli.data.recordio import RecordReader
+from rwkvclip_cli.data.samples import REASONS, Ignored, Reject, Sample
+from rwkvclip_cli.data.worker import Packed, WorkerOptions, pack_samples
+
+HERE = Path(__file__).parent
+# A few of each fate, none of them large.
+WEIRD = [
+    "BlueSquare_truncated.jpg",
+    "cat_claims_65500x65500.jpg",
+    "cat_exif6.jpg",
+    "cat_exif6.png",
+    "cat_two_jpegs.jpg",
+    "empty.heic",
+    "gif_named.png",
+    "hopper_16bit.pgm",
+    "html_error_page.jpg",
+    "invalid-zlib.png",
+    "jpeg_no_extension",
+    "paletted-transparent.png",
+    "pil_sample_cmyk.jpg",
+    "truncated_app14.jpg",
+    "upper_case_double.JPG.JPEG",
+]
+HOSTILE = [b"new\nline.jpg", b"tab\tand space.JPG", b"caf\xe9.jpg", b"back\\slash.jpg", "日本語 😀.jpg".encode()]
+
+
+def photo(seed: int = 0, size: tuple[int, int] = (48, 32)) -> bytes:
+    """A smooth JPEG, another for each seed."""
+    x, y = np.meshgrid(np.linspace(0, 3, size[0]), np.linspace(0, 2, size[1]))
+    waves = [np.sin(x * (1 + channel) + y + seed) for channel in range(3)]
+    return encode_jpeg(np.rint(127.5 + 127.5 * np.stack(waves, -1)).astype(np.uint8), 90)
+
+
+def folder_of(root: Path, count: int) -> Path:
+    """A folder of `count` photographs with captions."""
+    root.mkdir()
+    for number in range(count):
+        (root / f"{number:03}.jpg").write_bytes(photo(number))
+        (root / f"{number:03}.txt").write_text(f"picture {number}")
+    return root
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {part: out.with_name(out.stem + suffix).read_bytes() for part, suffix in SUFFIXES.items()}
+
+
+def rejects_of(out: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in out.with_suffix(".rejects.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with a source of each kind: awkward files, hostile names, a table, a tar."""
+    root = tmp_path_factory.mktemp("inputs")
+    images = root / "imgs"
+    images.mkdir()
+    for name in WEIRD:
+        (images / name).write_bytes((HERE / "weird_images" / name).read_bytes())
+        stem = name.rpartition(".")[0] or name
+        (images / f"{stem}.txt").write_text(f"an awkward picture\n{name}\n")
+    for number, name in enumerate(HOSTILE):
+        path = os.fsencode(images) + b"/" + name
+        Path(os.fsdecode(path)).write_bytes(photo(number))
+        Path(os.fsdecode(path[:-3] + b"txt")).write_text("hostile")
+    (images / "lonely.jpg").write_bytes(photo(90))
+    (images / "orphan.txt").write_text("no image")
+    (images / "blank.jpg").write_bytes(photo(91))
+    (images / "blank.txt").write_bytes(b" \n\0\n")
+    (images / "long.jpg").write_bytes(photo(92))
+    (images / "long.json").write_text(json.dumps({"captions": ["word " * 100, "b", "c", "d", "e"]}))
+    rows = ["image,caption", "imgs/cat_two_jpegs.jpg,NA", "imgs/none.jpg,gone", "imgs/cat_exif6.png,None"]
+    (root / "pairs.csv").write_text("\n".join(rows))
+    (root / "demo.tar").write_bytes((HERE / "demo.tar").read_bytes())
+    return root
+
+
+SOURCES = ("imgs", "pairs.csv", "demo.tar")
+
+
+@pytest.fixture(scope="module")
+def packed(inputs: Path) -> tuple[Path, PackSummary]:
+    """The working folder packed once into all.rec, relative to it."""
+    with contextlib.chdir(inputs):
+        summary = pack(PackConfig(sources=SOURCES, out="all.rec", workers=2))
+    return inputs / "all.rec", summary
+
+
+def test_every_input_is_a_record_or_a_reject(packed):
+    out, summary = packed
+    images = len(WEIRD) + len(HOSTILE) + 4  # lonely, orphan, blank, long
+    assert summary.count + summary.rejects == images + 3 + 59
+    rejects = rejects_of(out)
+    assert Counter(reject["reason"] for reject in rejects) == summary.reasons
+    assert [(reject["source"], reject["reason"]) for reject in rejects] == [
+        ("imgs/BlueSquare_truncated.jpg", "truncated-image"),
+        ("imgs/blank.jpg", "missing-caption"),
+        ("imgs/cat_claims_65500x65500.jpg", "too-many-pixels"),
+        ("imgs/empty.heic", "empty-file"),
+        ("imgs/html_error_page.jpg", "unreadable-image"),
+        ("imgs/invalid-zlib.png", "unreadable-image"),
+        ("imgs/lonely.jpg", "missing-caption"),
+        ("imgs/orphan.txt", "missing-image"),
+        ("pairs.csv:3:imgs/none.jpg", "missing-image"),
+    ]
+    for reject in rejects:
+        assert list(reject) == ["source", "reason", "message"]
+        assert reject["reason"] in REASONS
+        assert reject["source"].split(":")[-1] in reject["message"]
+    assert summary.ignored == 1  # CREDITS.tsv in the tar
+
+
+def test_the_records_hold_header_tokens_and_jpeg(packed):
+    out, summary = packed
+    sources = [line.split("\t") for line in out.with_suffix(".sources.tsv").read_text().splitlines()]
+    tokenizer = Tokenizer()
+    with RecordReader(out) as reader:
+        assert len(reader) == summary.count == len(sources)
+        for ordinal, (number, source, kept) in enumerate(sources):
+            record = reader.record(ordinal)
+            assert (int(number), record.id, record.id2, record.label) == (ordinal, ordinal, 0, 0.0)
+            assert len(record.labels) == 231
+            assert record.image.startswith(b"\xff\xd8\xff")
+            path = out.parent / source
+            if kept == "kept" and path.is_file():
+                assert record.image == path.read_bytes()
+        by_source = {source: ordinal for ordinal, (_, source, _) in enumerate(sources)}
+        cat = reader.record(by_source["imgs/cat_two_jpegs.jpg"])
+        captions = ["an awkward picture", "cat_two_jpegs.jpg"]
+        assert list(cat.labels) == tokenizer.tokenize_slots(captions, 3)
+        long = reader.record(by_source["imgs/long.json".replace("json", "jpg")])
+        assert list(long.labels) == tokenizer.tokenize_slots(["word " * 100, "b", "c"], 3)
+        word = reader.record(by_source["pairs.csv:2:imgs/cat_two_jpegs.jpg"])
+        assert list(word.labels) == tokenizer.tokenize_slots(["NA"], 3)
+        duck = reader.record(by_source["demo.tar:00_duck.jpg"])
+        assert tokenizer.decode(duck.labels[:77]) == "rubber duck"
+
+
+def test_sources_say_how_each_was_kept_on_one_line_each(packed):
+    out, _ = packed
+    lines = out.with_suffix(".sources.tsv").read_text().split("\n")[:-1]
+    kept = {source: how for _, source, how in (line.split("\t") for line in lines)}
+    assert {source: how for source, how in kept.items() if source.startswith("imgs/")} == {
+        "imgs/back\\\\slash.jpg": "kept",
+        "imgs/caf\\xe9.jpg": "kept",
+        "imgs/cat_exif6.jpg": "kept",
+        "imgs/cat_exif6.png": "re-encoded:png",
+        "imgs/cat_two_jpegs.jpg": "kept",
+        "imgs/gif_named.png": "re-encoded:gif",
+        "imgs/hopper_16bit.pgm": "re-encoded:ppm",
+        "imgs/jpeg_no_extension": "kept",
+        "imgs/long.jpg": "kept",
+        "imgs/new\\nline.jpg": "kept",
+        "imgs/paletted-transparent.png": "re-encoded:png",
+        "imgs/pil_sample_cmyk.jpg": "re-encoded:other-pixels-in-dali",
+        "imgs/tab\\tand space.JPG": "kept",
+        "imgs/truncated_app14.jpg": "re-encoded:refused-by-dali",
+        "imgs/upper_case_double.JPG.JPEG": "kept",
+        "imgs/日本語 😀.jpg": "kept",
+    }
+
+
+def test_the_manifest_tells_what_was_packed(packed):
+    out, summary = packed
+    import hashlib
+
+    manifest = json.loads(out.with_suffix(".manifest.json").read_text())
+    tokenizer = Tokenizer()
+    assert manifest["tokenizer"] == {"name": tokenizer.name, "sha256": tokenizer.hash}
+    assert manifest["content_hash"] == hashlib.sha256(out.read_bytes()).hexdigest() == summary.content_hash
+    assert manifest["size_bytes"] == out.stat().st_size == summary.size_bytes
+    assert {key: manifest[key] for key in ("format_version", "count", "captions", "context_length", "shuffled")} == {
+        "format_version": 1,
+        "count": summary.count,
+        "captions": 3,
+        "context_length": 77,
+        "shuffled": False,
+    }
+    assert manifest["sources"] == list(SOURCES)
+    assert manifest["rejects"] == summary.rejects == 9
+    statistics = manifest["statistics"]
+    assert sum(statistics["kept"].values()) == summary.count
+    assert statistics["captions_truncated"] == 1
+    assert statistics["captions_dropped"] == 2
+    assert statistics["caption_tokens"]["max"] == 77
+    assert statistics["caption_tokens"]["min"] == 3
+    assert statistics["captions_a_record"] == {"min": 1, "max": 5, "mean": statistics["captions_a_record"]["mean"]}
+    assert "workers" not in manifest["options"]
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_the_bytes_do_not_depend_on_the_workers(packed, workers, tmp_path, monkeypatch):
+    out, _ = packed
+    monkeypatch.chdir(out.parent)
+    monkeypatch.setattr(pool, "BATCH_SAMPLES", 7)
+    again = tmp_path / "again.rec"
+    pack(PackConfig(sources=SOURCES, out=str(again), workers=workers))
+    assert files_of(again) == files_of(out)
+
+
+def test_dali_reads_what_was_packed(packed):
+    out, summary = packed
+    pipeline = Pipeline(batch_size=8, num_threads=1, device_id=None)
+    with pipeline:
+        jpegs, labels = fn.readers.mxnet(path=[str(out)], index_path=[str(out.with_suffix(".idx"))], name="reader")
+        pipeline.set_outputs(fn.decoders.image(jpegs, device="cpu", output_type=types.RGB), labels)
+    pipeline.build()
+    assert pipeline.reader_meta("reader")["epoch_size"] == summary.count
+    with RecordReader(out) as reader:
+        for start in range(0, summary.count, 8):
+            images, labels = pipeline.run()
+            for index in range(min(8, summary.count - start)):
+                record = reader.record(start + index)
+                assert np.array_equal(labels.at(index), record.labels)
+                assert np.array_equal(images.at(index), read_rgb(record.image))
+
+
+def test_the_command_prints_its_summary_and_json(tmp_path):
+    source = folder_of(tmp_path / "imgs", 2)
+    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(tmp_path / "out.rec"), "--workers", "1"]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"{tmp_path}/out.rec: 2 records" in plain.stdout
+    assert "packing: 2 of 2 images" in plain.stderr
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (second.returncode, "exists already" in second.stderr) == (2, True)
+    again = subprocess.run([*command, "--overwrite", "--json"], capture_output=True, text=True, check=True)
+    document = json.loads(again.stdout)
+    assert (document["count"], document["rejects"], document["kept"]) == (2, 0, {"kept": 2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["imgs", *(f"out{suffix}" for suffix in SUFFIXES.values())]
+    )
+
+
+def test_pack_works_in_a_script_without_a_main_guard(tmp_path):
+    source = folder_of(tmp_path / "imgs", 2)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from rwkvclip_cli.config import PackConfig\nfrom rwkvclip_cli.data.pack import pack\n"
+        f"print(pack(PackConfig(sources=({str(source)!r},), out={str(tmp_path / 'out.rec')!r}, workers=1)).count)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+
+
+def test_an_output_inside_its_source_is_no_input(tmp_path):
+    source = folder_of(tmp_path / "imgs", 2)
+    config = PackConfig(sources=(str(source),), out=str(source / "out.rec"), workers=1, proof="none")
+    assert pack(config).rejects == 0
+    first = files_of(source / "out.rec")
+    assert pack(PackConfig(**{**vars(config), "overwrite": True})).rejects == 0
+    assert files_of(source / "out.rec") == first
+
+
+def test_slots_context_quality_and_size_follow_the_options(tmp_path):
+    source = folder_of(tmp_path / "imgs", 2)
+    Image.new("RGB", (64, 20), (10, 200, 30)).save(source / "wide.png")
+    (source / "wide.txt").write_text("first\nsecond one is longer")
+    config = PackConfig(
+        sources=(str(source),), out=str(tmp_path / "o.rec"), workers=1, captions=2, context_length=5, max_side=32
+    )
+    summary = pack(config)
+    assert summary.kept == {"resized": 3}
+    assert summary.statistics["captions_truncated"] == 1
+    with RecordReader(tmp_path / "o.rec") as reader:
+        record = reader.record(2)
+        assert list(record.labels) == Tokenizer().tokenize_slots(["first", "second one is longer"], 2, 5)
+        assert read_rgb(record.image).shape == (10, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("sources", "out", "message"),
+    [
+        ((), "o.rec", "no source"),
+        (("imgs",), "o.tar", r"has to end in \.rec"),
+        (("imgs",), ".rec", r"has to end in \.rec"),
+        (("imgs",), "none/o.rec", "no folder none"),
+        (("imgs",), "old.rec", r"old\.rec exists already"),
+        (("imgs",), "index.rec", r"index\.idx exists already"),
+        (("imgs",), "folder.rec", "is a folder"),
+        (("nonesuch",), "o.rec", "no such folder or file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(tmp_path, monkeypatch, sources, out, message):
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path / "imgs", 1)
+    (tmp_path / "old.rec").write_text("old")
+    (tmp_path / "index.idx").write_text("old")
+    (tmp_path / "folder.rec").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=message):
+        pack(PackConfig(sources=sources, out=out))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_where_nothing_can_be_packed_the_error_says_why_and_nothing_stays(tmp_path):
+    source = tmp_path / "imgs"
+    source.mkdir()
+    (source / "a.jpg").write_bytes(b"<html>")
+    (source / "a.txt").write_text("a")
+    (source / "b.txt").write_text("b")
+    with pytest.raises(RwkvClipError, match="all 2 inputs") as fault:
+        pack(PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), workers=1))
+    assert fault.value.exit_code == 1
+    assert "HTML" in fault.value.message
+    assert "missing-image 1" in fault.value.message
+    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RwkvClipError, match="no image in"):
+        pack(PackConfig(sources=(str(tmp_path / "empty"),), out=str(tmp_path / "o.rec")))
+
+
+# Packs as the command does, but stops to read on after 20 inputs until the test has done what it wants.
+SLOW = """
+import sys, time
+import rwkvclip_cli.data.pack as packing, rwkvclip_cli.data.pool as pool
+from rwkvclip_cli.cli import main
+read = packing.read_sources
+def slowly(*arguments):
+    for number, item in enumerate(read(*arguments)):
+        if number == 20:
+            print("half", flush=True)
+            time.sleep(60)
+        yield item
+packing.read_sources, pool.BATCH_SAMPLES = slowly, 1
+sys.argv[0] = "rwkvclip"
+main()
+"""
+
+
+@contextlib.contextmanager
+def half_packed(source: Path, out: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
+    """A pack in a process of its own that has written about half."""
+    command = [sys.executable, "-c", SLOW, "pack", str(source), str(out), "--workers", "1", "--proof", "none", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "half\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_pack_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
+    source = folder_of(tmp_path / "imgs", 30)
+    with half_packed(source, tmp_path / "o.rec") as process:
+        process.send_signal(number)
+        assert process.wait(30) == code
+    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
+
+
+def test_a_pack_that_is_killed_leaves_nothing_under_the_final_names_and_the_next_cleans_up(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
+    with half_packed(source, out) as process:
+        workers = children(process.pid)
+        assert workers
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    left = [path.name for path in tmp_path.iterdir() if path.name != "imgs"]
+    assert left
+    assert all(name.startswith(".o.") for name in left)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{worker}/stat").exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlived its pack"
+        time.sleep(0.05)
+    assert pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")).count == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["imgs", *(path.name for path in finals(out))])
+
+
+def finals(out: Path) -> list[Path]:
+    return [out.with_name(out.stem + suffix) for suffix in SUFFIXES.values()]
+
+
+def test_a_second_pack_into_the_same_output_is_refused(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
+    with half_packed(source, out):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(RwkvClipError, match=r"o\.rec: another pack is writing it"):
+            pack(PackConfig(sources=(str(source),), out=str(out)))
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_old_output_stays_whole_until_the_new_one_is(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
+    pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none"))
+    first = files_of(out)
+    with half_packed(source, out, "--overwrite") as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    assert files_of(out) == first
+
+
+def test_an_old_rec_never_stands_beside_a_new_index(tmp_path, monkeypatch):
+    out = tmp_path / "o.rec"
+    for path in finals(out):
+        path.write_text("old")
+    replace = os.replace
+
+    def stop_before_rec(source, target):
+        if str(target).endswith(".rec"):
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stop_before_rec)
+    with OutputSet(str(out), overwrite=True) as output:
+        for part in ("rec", "idx"):
+            output.partial[part].write_text("new")
+        with pytest.raises(RwkvClipError, match="Input/output error"):
+            output.commit({})
+    assert not out.exists()
+    assert not list(tmp_path.glob(".o*"))
+
+
+@pytest.mark.parametrize("limit", [0, 10_000])
+def test_a_full_disk_is_one_clear_error(tmp_path, limit):
+    source = folder_of(tmp_path / "imgs", 30)
+    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(tmp_path / "o.rec"), "--proof", "none"]
+
+    def bound_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    # The limit stands in for the disk: a write beyond it fails as one on a full disk does.
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=bound_files)
+    assert done.returncode == 1
+    assert "cannot write" in done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
+
+
+# What a worker's process runs instead, before it serves: a decoder that the bytes "POISON" kill.
+POISONED = """
+import os, sys
+sys.path[:] = {path!r}
+import rwkvclip_cli.data.worker as worker
+prepare = worker.prepare
+def poisoned(pictures, *arguments):
+    if any(b"POISON" in picture for picture in pictures):
+        {deed}
+    return prepare(pictures, *arguments)
+worker.prepare = poisoned
+worker.main({descriptor})
+"""
+
+
+def samples(count: int, bad: tuple[int, ...] = ()) -> list[Sample]:
+    pictures = [photo(number) + (b"POISON" if number in bad else b"") for number in range(count)]
+    return [Sample(f"s{number}", picture, (f"caption {number}",)) for number, picture in enumerate(pictures)]
+
+
+def test_a_sample_that_kills_its_worker_is_a_reject_and_the_rest_are_records(monkeypatch):
+    monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "os.kill(os.getpid(), 9)"))
+    with Pool(2, WorkerOptions()) as workers:
+        outcomes = list(workers.run([*samples(12, bad=(5,)), Ignored("x"), *samples(2)]))
+    assert isinstance(outcomes[12], Ignored)
+    crashed = outcomes[5]
+    assert isinstance(crashed, Reject)
+    assert (crashed.source, crashed.reason) == ("s5", "decoder-crash")
+    assert "signal 9" in crashed.message
+    good = [outcome for outcome in outcomes if isinstance(outcome, Packed)]
+    assert [outcome.source for outcome in good] == [f"s{n}" for n in (0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 0, 1)]
+
+
+def test_a_bug_in_a_worker_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "raise KeyError('a bug')"))
+    said = r"(?s)a packing process failed.*in poisoned.*KeyError: 'a bug'"
+    with Pool(1, WorkerOptions()) as workers, pytest.raises(RuntimeError, match=said):
+        list(workers.run(samples(3, bad=(1,))))
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch):
+    monkeypatch.setattr(pool, "START", "import no_such_module_{descriptor}, sys; sys.path[:] = {path!r}")
+    said = r"(?s)did not start \(exit code 1\).*no_such_module"
+    with Pool(1, WorkerOptions()) as workers, pytest.raises(RuntimeError, match=said):
+        list(workers.run(samples(1)))
+
+
+def test_the_pool_reads_only_a_little_ahead(monkeypatch):
+    monkeypatch.setattr(pool, "BATCH_SAMPLES", 1)
+    read = 0
+
+    def counting() -> Iterator[Sample]:
+        nonlocal read
+        for sample in samples(20):
+            read += 1
+            yield sample
+
+    with Pool(1, WorkerOptions()) as workers:
+        for number, _ in enumerate(workers.run(counting()), 1):
+            assert read <= number + 4
+
+
+def test_a_picture_that_no_record_holds_is_a_reject(monkeypatch):
+    monkeypatch.setattr("rwkvclip_cli.data.worker.MAX_PAYLOAD_BYTES", 24 + 4 * 231 + len(photo()))
+    assert isinstance(pack_samples([Sample("a", photo(), ("x",))], WorkerOptions())[0], Packed)
+    monkeypatch.setattr("rwkvclip_cli.data.worker.MAX_PAYLOAD_BYTES", 24 + 4 * 231 + len(photo()) - 1)
+    (reject,) = pack_samples([Sample("a", photo(), ("x",))], WorkerOptions())
+    assert isinstance(reject, Reject)
+    assert reject.reason == "too-large"
+
+
+def test_a_sidecar_that_cannot_be_parsed_is_a_reject(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(photo())
+    (tmp_path / "a.json").write_text("{broken")
+    with pytest.raises(RwkvClipError, match=r"unreadable-caption 1.*\n.*a\.jpg: .*a\.json is not valid JSON"):
+        pack(PackConfig(sources=(str(tmp_path),), out=str(tmp_path / "o.rec"), workers=1))
+
+
+def test_without_dali_the_decode_proof_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    source = folder_of(tmp_path / "imgs", 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnableError, match="nvidia-dali") as fault:
+        pack(PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec")))
+    assert fault.value.hint == "--proof structure"
+
+
+def test_without_mxnet_its_writer_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    source = folder_of(tmp_path / "imgs", 1)
+    monkeypatch.setitem(sys.modules, "mxnet", None)
+    with pytest.raises(UnableError, match="mxnet cannot be imported") as fault:
+        pack(PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), writer="mxnet"))
+    assert "--writer native" in fault.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
+
+
+# Labels and images, one record a line: numbers, a tab, the image in hexadecimal.
+WRITE = """
+import sys
+from array import array
+from pathlib import Path
+root, kind, records, rec, idx = sys.argv[1:]
+sys.path.insert(0, root)
+from rwkvclip_cli.data.writers import open_writer
+with open_writer(kind, Path(rec), Path(idx)) as writer:
+    for line in Path(records).read_text().splitlines():
+        labels, image = line.split("\\t")
+        writer.write(array("f", map(float, labels.split())), bytes.fromhex(image))
+"""
+
+
+def test_the_real_mxnet_writes_the_same_bytes(run_mxnet, tmp_path):
+    magic = bytes.fromhex("0a23d7ce")
+    images = [photo(), b"odd", b"", magic * 2 + b"x" + magic]
+    labels = Tokenizer().tokenize_slots(["a cat"], 3)
+    lines = [" ".join(map(str, labels)) + "\t" + image.hex() for image in images]
+    (tmp_path / "records").write_text("\n".join(lines))
+    root = Path(pool.__file__).parents[2]
+    for kind in ("native", "mxnet"):
+        files = [tmp_path / f"{kind}.{suffix}" for suffix in ("rec", "idx")]
+        run_mxnet(WRITE, root, kind, tmp_path / "records", *files)
+    assert (tmp_path / "mxnet.rec").read_bytes() == (tmp_path / "native.rec").read_bytes()
+    assert (tmp_path / "mxnet.idx").read_bytes() == (tmp_path / "native.idx").read_bytes()
+    with RecordReader(tmp_path / "mxnet.rec") as reader:
+        assert [reader.record(ordinal).image for ordinal in range(4)] == images
+        assert reader.record(0).labels == array("f", labels)
