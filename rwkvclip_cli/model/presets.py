@@ -102,7 +102,13 @@ class ModelArguments:
         return arguments
 
     def _check(self) -> None:
-        positive = ("input_size", "image_embed_dims", "image_patch_size", "image_hidden_rate", "image_num_heads")
+        positive: tuple[str, ...] = (
+            "input_size",
+            "image_embed_dims",
+            "image_patch_size",
+            "image_hidden_rate",
+            "image_num_heads",
+        )
         positive += ("ctx_len", "vocab_size", "n_embd", "dim_ffn", "head_size", "head_size_divisor")
         for name in positive:
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))

@@ -1,0 +1,226 @@
+"""WKV6 as one T x T matrix of scores a head: the fast form without a kernel, on CPUs and any other device.
+
+    >>> y = wkv6_matrix(r, k, v, w, u)
+
+Legend: B batch, T tokens, H heads, N channels of a head, G = B * H; L left and R right tokens of a seam, P its pairs.
+
+The score of tokens s < t is the sum over channels of r_t k_s exp(lw_{s+1} + ... + lw_{t-1}), with lw = -exp(w) <= 0.
+Cut the sum of exponents at a border between s and t, and the score is a product of two vectors: r_t times the decay
+from the border to t, and k_s times the decay from s to the border; exchange r and k for the score of t's message to s.
+So all pairs with a common border make one small matrix product. The borders are those of a binary tree: the two halves
+of every block of 2, 4, 8, ... tokens meet at one, and every pair of tokens is parted by exactly one of them. All
+exponents are sums of non-positive numbers, so nothing overflows whatever the decays, and no sum cancels.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# exp(-22026) is 0 in float64 too; an infinite exponent would make NaNs of the zeros that it multiplies.
+LARGEST_EXPONENT = 22026.0
+# Below some 400 multiplications a product, torch.bmm leaves the fast library for a loop that is ten times slower.
+FEW_TERMS = 2
+
+
+def wkv6_matrix(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """WKV6 through score matrices; arguments, result and types as `wkv6.wkv6` describes them.
+
+    Memory is (B, H, T, T) for the scores and a few times (B, T, H, N). Gradients are exact; second ones there are none.
+    """
+    y: Tensor = _Matrix.apply(r, k, v, w, u)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Matrix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        rkr = _by_head(r, k, r)
+        scores = _scores(rkr, _log_decay(w).exp_())
+        scores.diagonal(dim1=1, dim2=2).copy_((rkr[0] * rkr[1] * _bonus(u, r)).sum(-1))
+        ctx.save_for_backward(r, k, v, w, u, scores)
+        return _by_token(torch.bmm(scores, _by_head(v)[0]), v).to(r.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        r, k, v, w, u, scores = ctx.saved_tensors
+        # An autocast region round the backward pass must not lower these sums.
+        with torch.autocast(r.device.type, enabled=False):
+            v_gtn, grad_gtn = _by_head(v, grad_y)
+            grad_v = torch.bmm(scores.transpose(1, 2), grad_gtn)
+            grad_scores = torch.bmm(grad_gtn, v_gtn.transpose(1, 2))
+            log_decay = _log_decay(w)
+            grad_r, grad_k, grad_lw, grad_u = _scores_backward(_by_head(r, k, r), log_decay, _bonus(u, r), grad_scores)
+            grad_w = grad_lw.mul_(log_decay)
+            return (
+                _by_token(grad_r, r).to(r.dtype),
+                _by_token(grad_k, k).to(k.dtype),
+                _by_token(grad_v, v).to(v.dtype),
+                _by_token(grad_w, w).to(w.dtype),
+                grad_u.view(r.shape[0], *u.shape).sum(0).to(u.dtype),
+            )
+
+
+def _scores(rkr: Tensor, decay: Tensor) -> Tensor:
+    """The score of every ordered pair of different tokens: (3, G, T, N), (G, T, N) -> (G, T, T), diagonal unset.
+
+    `rkr` holds r, k and r again, so that a slice of two is (r, k) for the left tokens and (k, r) for the right ones.
+    """
+    scores = decay.new_empty(decay.shape[0], decay.shape[1], decay.shape[1])
+    for seam, to_border, from_border in _decays(decay):
+        rk_left, kr_right = _factors(rkr, seam, to_border, from_border)
+        products = torch.matmul(rk_left, kr_right.transpose(-1, -2))
+        for corner, product in zip(_corners(scores, seam), products, strict=True):
+            corner.copy_(product)
+    return scores
+
+
+def _scores_backward(
+    rkr: Tensor, log_decay: Tensor, bonus: Tensor, grad_scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of r, k and the logarithm of the decay, (G, T, N) each, and of the bonus, (G, N)."""
+    r, k, _ = rkr
+    grad_diagonal = grad_scores.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+    grad_bonus = (grad_diagonal * r * k).sum(1)
+    grad_rk = grad_diagonal * bonus * rkr[1:]
+    grad_kr = torch.zeros_like(grad_rk)
+    grad_lw = torch.zeros_like(log_decay)
+    for seam, to_border, from_border in _decays(log_decay.exp()):
+        rk_left, kr_right = _factors(rkr, seam, to_border, from_border)
+        grad_products = torch.stack(_corners(grad_scores, seam))
+        grad_left = _product(grad_products, kr_right)
+        grad_right = _product(grad_products.transpose(-1, -2), rk_left)
+        _sides(grad_rk, seam)[0].addcmul_(grad_left, to_border)
+        _sides(grad_kr, seam)[1].addcmul_(grad_right, from_border)
+        # A token's decay counts for the tokens of its own side that are further from the border than itself.
+        lw_left, lw_right = _sides(grad_lw, seam)
+        if seam.left > 1:
+            lw_left += _product(_ones(seam.left, lw_left).tril(-1), _dot(grad_left, rk_left))
+        if seam.right > 1:
+            lw_right += _product(_ones(seam.right, lw_right).triu(1), _dot(grad_right, kr_right))
+    return grad_rk[0] + grad_kr[1], grad_rk[1] + grad_kr[0], grad_lw, grad_bonus
+
+
+class Seam(NamedTuple):
+    """`pairs` pairs of neighbouring blocks in a row: `left` tokens, a border, `right` tokens."""
+
+    left: int
+    right: int
+    start: int
+    """First token of the first pair."""
+    pairs: int
+
+
+def seams(length: int) -> list[Seam]:
+    """All borders of the binary tree over `length` tokens, small blocks first; the last pair may lack some at its end.
+
+    >>> seams(3)
+    [Seam(left=1, right=1, start=0, pairs=1), Seam(left=2, right=1, start=0, pairs=1)]
+    """
+    found = []
+    half = 1
+    while half < length:
+        pairs, rest = divmod(length, 2 * half)
+        if pairs:
+            found.append(Seam(half, half, 0, pairs))
+        if rest > half:
+            found.append(Seam(half, rest - half, pairs * 2 * half, 1))
+        half *= 2
+    return found
+
+
+def _decays(decay: Tensor) -> Iterator[tuple[Seam, Tensor, Tensor]]:
+    """For each seam the decays strictly between the border and its left, then right tokens: (G, P, L, N), (G, P, R, N).
+
+    They are views of two tables that grow with the blocks; use them before the next step.
+    """
+    to_end = torch.ones_like(decay)  # from a token, itself excluded, to the end of its block
+    from_start = torch.ones_like(decay)  # from the start of its block to a token, itself excluded
+    for seam in seams(decay.shape[1]):
+        end_left, end_right = _sides(to_end, seam)
+        start_right = _sides(from_start, seam)[1]
+        yield seam, end_left, start_right
+        first_left, first_right = (side[:, :, :1] for side in _sides(decay, seam))
+        start_right *= end_left[:, :, :1] * first_left
+        end_left *= end_right[:, :, :1] * first_right
+
+
+def _sides(x: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
+    """Views of the tokens left and right of a seam's borders: (..., T, N) -> (..., P, L, N), (..., P, R, N)."""
+    size = seam.left + seam.right
+    blocks = x.narrow(-2, seam.start, seam.pairs * size).unflatten(-2, (seam.pairs, size))
+    return blocks.narrow(-2, 0, seam.left), blocks.narrow(-2, seam.left, seam.right)
+
+
+def _corners(scores: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
+    """Views of a seam's scores, (G, P, L, R) each: of what left tokens receive, then of what right ones receive."""
+    heads, length, _ = scores.shape
+    size = seam.left + seam.right
+    # Blocks on the diagonal of each matrix, one pair of the seam each.
+    blocks = scores.as_strided(
+        (heads, seam.pairs, size, size),
+        (length * length, size * (length + 1), length, 1),
+        scores.storage_offset() + seam.start * (length + 1),
+    )
+    return blocks[:, :, : seam.left, seam.left :], blocks[:, :, seam.left :, : seam.left].transpose(2, 3)
+
+
+def _factors(rkr: Tensor, seam: Seam, to_border: Tensor, from_border: Tensor) -> tuple[Tensor, Tensor]:
+    """What a seam's scores are products of: r and k of left tokens, k and r of right ones, decayed to the border."""
+    rk_left, kr_right = _sides(rkr[:2], seam)[0], _sides(rkr[1:], seam)[1]
+    # Next to the border nothing lies between, and half of all passes over small blocks are saved.
+    return (
+        rk_left if seam.left == 1 else rk_left * to_border,
+        kr_right if seam.right == 1 else kr_right * from_border,
+    )
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a * b over the first axis, which has length 2, without a tensor of products."""
+    return (a[0] * b[0]).addcmul_(a[1], b[1])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product a @ b, term by term where there are few."""
+    terms = a.shape[-1]
+    if terms > FEW_TERMS:
+        return torch.matmul(a, b)
+    total = a[..., :1] * b[..., :1, :]
+    for term in range(1, terms):
+        total.addcmul_(a[..., term : term + 1], b[..., term : term + 1, :])
+    return total
+
+
+def _by_head(*tensors: Tensor) -> Tensor:
+    """(B, T, H, N) each -> one (count, G, T, N) tensor in the type of the sums."""
+    batch, length, heads, channels = tensors[0].shape
+    out = tensors[0].new_empty((len(tensors), batch, heads, length, channels), dtype=_sum_dtype(tensors[0]))
+    for target, tensor in zip(out, tensors, strict=True):
+        target.copy_(tensor.transpose(1, 2))
+    return out.view(len(tensors), batch * heads, length, channels)
+
+
+def _by_token(x: Tensor, like: Tensor) -> Tensor:
+    """(G, T, N) -> (B, T, H, N), the shape of `like`."""
+    batch, length, heads, channels = like.shape
+    return x.view(batch, heads, length, channels).transpose(1, 2)
+
+
+def _log_decay(w: Tensor) -> Tensor:
+    """-exp(w), never infinite: (B, T, H, N) -> (G, T, N)."""
+    return _by_head(w)[0].exp_().clamp_(max=LARGEST_EXPONENT).neg_()
+
+
+def _bonus(u: Tensor, like: Tensor) -> Tensor:
+    """(H, N) -> (G, 1, N) in the type of the sums."""
+    return u.to(_sum_dtype(like)).repeat(like.shape[0], 1).unsqueeze(1)
+
+
+def _ones(size: int, like: Tensor) -> Tensor:
+    return torch.ones((size, size), dtype=like.dtype, device=like.device)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
