@@ -219,6 +219,15 @@ class EvalConfig(Options):
     json: bool = option(False, "Print one JSON document.")
 
 
+@dataclass(frozen=True)
+class DemoConfig(Options):
+    """`rwkvclip demo [FOLDER]`."""
+
+    folder: str | None = option(
+        None, "New or empty folder that keeps everything (default: nothing stays).", argument=True
+    )
+
+
 SECTIONS: dict[str, type] = {
     "pack": PackConfig,
     "train": TrainConfig,

@@ -38,8 +38,8 @@ class Recipe:
     train_scenes: int = 6144
     held_out_scenes: int = 512
     global_batch: int = 128
-    epochs: int = 6
-    lr: float = 4e-3
+    epochs: int = 5
+    lr: float = 5e-3
     cpu_ranks: int = 2
     seed: int = 0
 
@@ -49,18 +49,18 @@ CONTEXT_LENGTH = 24  # tokens; the longest caption of a scene just fits
 MODEL: dict[str, Any] = {
     "input_size": 64,
     "image_depth": 3,
-    "image_embed_dims": 96,
+    "image_embed_dims": 64,
     "image_patch_size": 16,
     "image_hidden_rate": 3,
-    "image_num_heads": 3,
+    "image_num_heads": 2,
     "image_output_cls_token": False,
     "image_with_cls_token": False,
     "drop_path_rate": 0.0,
     "ctx_len": CONTEXT_LENGTH,
     "vocab_size": 49408,
     "n_layer": 2,
-    "n_embd": 96,
-    "dim_att": 96,
+    "n_embd": 64,
+    "dim_att": 64,
     "dim_ffn": 0,
     "head_size": 32,
     "text_num_head": 0,
