@@ -22,13 +22,13 @@ def estimate_inputs(
     """The number of inputs of (path, kind) pairs: exact for folders and plain tars, near for tables.
 
     Files too large to count in `budget_s` seconds are extrapolated by their bytes. None where even that cannot be said:
-    folders of that size, compressed tars.
+    folders of that size, compressed tars, kinds without a counter.
     """
     deadline = time.monotonic() + budget_s
     total = 0
     for path, kind in sources:
         try:
-            count = COUNTERS[kind](path, options, deadline)
+            count = COUNTERS[kind](path, options, deadline) if kind in COUNTERS else None
         except OSError:
             return None
         if count is None:

@@ -221,6 +221,8 @@ def _skip_scan(data: bytes, position: int) -> int:
 
 @cache
 def _formats() -> tuple[str, ...]:
+    # The common formats first, as Pillow itself tries them: some of the rare ones have no magic to refuse by.
+    Image.preinit()
     Image.init()
     return tuple(name for name in Image.ID if name not in UNSAFE_FORMATS)
 

@@ -63,7 +63,7 @@ class OutputSet:
         try:
             for text in self._texts.values():
                 text.close()
-            with open(self.partial["manifest"], "w", encoding="utf-8") as file:
+            with open(self.partial["manifest"], "w", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump(manifest, file, indent=2, ensure_ascii=False)
                 file.write("\n")
                 file.flush()

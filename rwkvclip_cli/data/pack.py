@@ -56,14 +56,15 @@ class PackSummary:
 
     def document(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        return asdict(self)
+        return asdict(self) | {"out": printable(self.out)}
 
     def text(self) -> str:
         """All of it, for people."""
-        lines = [f"{self.out}: {self.count:,} records, {self.size_bytes:,} bytes"]
+        out = printable(self.out)
+        lines = [f"{out}: {self.count:,} records, {self.size_bytes:,} bytes"]
         lines += [f"  {how}: {count:,}" for how, count in self.kept.items()]
         if self.rejects:
-            lines.append(f"rejected: {self.rejects:,}, each with its reason in {_beside(self.out, '.rejects.jsonl')}")
+            lines.append(f"rejected: {self.rejects:,}, each with its reason in {_beside(out, '.rejects.jsonl')}")
             lines += [f"  {reason}: {count:,}" for reason, count in self.reasons.items()]
         if self.ignored:
             lines.append(f"ignored files: {self.ignored:,}")
