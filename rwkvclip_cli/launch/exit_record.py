@@ -36,17 +36,21 @@ class ExitRecord:
     attempt: int
 
 
+def has_launcher() -> bool:
+    """Whether a launcher started this rank, and will tell what `record_exit` writes down."""
+    return FOLDER_VARIABLE in os.environ and "LOCAL_RANK" in os.environ
+
+
 def record_exit(code: int, message: str = "", traceback: str = "", hint: str = "") -> None:
     """Write down how this rank ends, whole or not at all, for the launcher; without a launcher do nothing.
 
     The first record of a rank stays: what follows is usually its consequence.
     """
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None:
+    if not has_launcher():
         return
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     record = ExitRecord(code, message, hint, traceback, rank, socket.gethostname(), time.time(), attempt)
-    target = Path(folder) / f"rank-{rank}-attempt-{attempt}{SUFFIX}"
+    target = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}-attempt-{attempt}{SUFFIX}"
     aside = target.with_suffix(f".{os.getpid()}")
     # A folder that is gone or full must not hide the fault that is being recorded.
     with contextlib.suppress(OSError):
@@ -73,12 +77,11 @@ def exit_recorded() -> Iterator[None]:
     Without a launcher nothing changes. A stop with everything saved (75) leaves with 0, or torchrun would
     kill the ranks that are still saving and restart the job; the launcher reads 75 from the record.
     """
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None or "LOCAL_RANK" not in os.environ:
+    if not has_launcher():
         yield
         return
     die_with_parent()
-    adopt_stderr(folder)
+    adopt_stderr(os.environ[FOLDER_VARIABLE])
     try:
         yield
     except RwkvClipError as error:

@@ -35,7 +35,7 @@ KNOWN_ERRORS = (
         "start no more ranks than GPUs, and give each LOCAL_RANK a device of its own",
     ),
     Explanation(
-        r"RendezvousTimeoutError|RendezvousClosedError|Timed out waiting for clients",
+        r"RendezvousTimeoutError|RendezvousClosedError|Timed out .*waiting for clients",
         "not every node joined in time: one was not started, died early, or uses another --rdzv-id or endpoint",
         "run the same command on each of the --nodes machines, and check that they reach the endpoint's port",
     ),
@@ -60,7 +60,7 @@ KNOWN_ERRORS = (
         "install the same torch everywhere; `rwkvclip nccl-check` shows each rank's versions",
     ),
     Explanation(
-        r"Connection closed by peer|Connection reset by peer|Broken pipe.*gloo",
+        r"Connection closed by peer|Connection reset by peer|Connection was likely closed",
         "another rank ended first, and this one only noticed",
         "look for the error of the other rank, on the other nodes too",
     ),

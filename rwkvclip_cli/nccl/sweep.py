@@ -30,6 +30,7 @@ from rwkvclip_cli.nccl.watch import Watch
 from rwkvclip_cli.nccl_check import ELEMENT_BYTES, RankInfo, Report, Row, readable
 
 INSTALL_HINT = "install the same torch on every node: pip install torch==VERSION"
+SAME_HINT = "the same options of rwkvclip nccl-check on every node, --node-rank apart"
 WRONG_HINT = "NCCL_P2P_DISABLE=1 rwkvclip nccl-check, which tells a faulty link between GPUs from other causes"
 SLOW_HINT = "NCCL_DEBUG=INFO rwkvclip nccl-check, which shows the transports that NCCL chose"
 WARM_UPS = 2
@@ -50,8 +51,8 @@ def run(options: NcclCheckConfig, sizes: list[int], collectives: Mapping[str, Co
     opened, _, _ = next(rendezvous("env://", timeout=patience))
     store = PrefixStore("nccl-check", opened)
     with Watch(rank, world_size, _second_connection(patience), options.timeout) as watch:
-        ranks = _introduce(place, store, watch)
-        failure, hint = _agree(place, store, "versions", *different_versions(ranks))
+        ranks, tasks = _introduce(options, sizes, place, store, watch)
+        failure, hint = _agree(place, store, "start", *(different_tasks(tasks) or different_versions(ranks)))
         if failure:
             return Report(options.op, options.backend, ranks, (), failure, hint)
         watch.phase("connecting")
@@ -88,8 +89,10 @@ def _device(backend: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _introduce(place: Place, store: Store, watch: Watch) -> tuple[RankInfo, ...]:
-    """Publish who this rank is; rank 0 gets to know all, the others themselves."""
+def _introduce(
+    options: NcclCheckConfig, sizes: list[int], place: Place, store: Store, watch: Watch
+) -> tuple[tuple[RankInfo, ...], list[str]]:
+    """Publish who this rank is and what it was told to do; rank 0 gets to know all, the others themselves."""
     on_gpu = place.device.type == "cuda"
     me = RankInfo(
         rank=place.rank,
@@ -100,11 +103,21 @@ def _introduce(place: Place, store: Store, watch: Watch) -> tuple[RankInfo, ...]
         cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
     )
-    store.set(f"rank/{place.rank}", json.dumps(asdict(me)))
+    task = f"{options.op} over {options.backend}, {sizes[0]} to {sizes[-1]} B, {options.iterations} times"
+    store.set(f"rank/{place.rank}", json.dumps([asdict(me), task]))
     if place.rank != 0:
-        return (me,)
+        return (me,), [task]
     watch.phase("waiting for the ranks")
-    return tuple(RankInfo(**json.loads(store.get(f"rank/{rank}"))) for rank in range(place.world_size))
+    told = [json.loads(store.get(f"rank/{rank}")) for rank in range(place.world_size)]
+    return tuple(RankInfo(**each) for each, _ in told), [each for _, each in told]
+
+
+def different_tasks(tasks: list[str]) -> tuple[str, str] | None:
+    """(what is wrong, what to do) where the nodes' command lines ask for different things; else None."""
+    rank = next((rank for rank, task in enumerate(tasks) if task != tasks[0]), None)
+    if rank is None:
+        return None
+    return f"the ranks were told different things: rank 0 {tasks[0]}; rank {rank} {tasks[rank]}", SAME_HINT
 
 
 def different_versions(ranks: tuple[RankInfo, ...]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from rwkvclip_cli.console import EXIT_FAILED, RwkvClipError, show_error
-from rwkvclip_cli.launch.exit_record import record_exit
+from rwkvclip_cli.launch.exit_record import has_launcher, record_exit
 
 POLL_S = 0.2
 OTHERS_WAIT_S = 3.0  # rank 0 speaks first; the others only if it is the silent one
@@ -23,7 +23,8 @@ HINT = "look at that rank's machine, and run again with NCCL_DEBUG=INFO to see w
 def _leave(message: str, hint: str) -> None:
     """End this process, whose main thread hangs in a collective: no exception could reach it."""
     record_exit(EXIT_FAILED, message, hint=hint)
-    show_error(RwkvClipError(message, hint))
+    if not has_launcher():
+        show_error(RwkvClipError(message, hint))
     os._exit(EXIT_FAILED)
 
 

@@ -1,0 +1,64 @@
+"""A rank for the launcher's tests: `python -m stub_worker MODE` behaves as MODE says, in milliseconds.
+
+Every rank prints "ready RANK PID" once it can be signalled. Rank 1 is the one that fails.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.launch.exit_record import exit_recorded
+
+RANK = int(os.environ["RANK"])
+
+
+def ready() -> None:
+    print("ready", RANK, os.getpid(), flush=True)
+
+
+def sleep() -> None:
+    ready()
+    time.sleep(120)
+
+
+def stop_on_request(*, obey: bool = True) -> None:
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, _: asked.append(received))
+    ready()
+    while not (asked and obey):
+        time.sleep(0.01)
+    time.sleep(0.2 * RANK)
+    print("saved", RANK, signal.Signals(asked[0]).name, flush=True)
+    raise SystemExit(75)
+
+
+def run(mode: str) -> None:
+    if mode == "ok":
+        print("stderr of", RANK, "is", os.readlink("/proc/self/fd/2"), flush=True)
+    elif mode == "graceful":
+        stop_on_request()
+    elif mode == "stubborn":
+        stop_on_request(obey=False)
+    elif mode == "code" and RANK == 1:
+        raise SystemExit(7)
+    elif mode == "user" and RANK == 1:
+        raise RwkvClipError("pairs.rec ends in the middle of a record", hint="rwkvclip pack", exit_code=3)
+    elif mode == "bug" and RANK == 1:
+        raise ValueError("a bug in the loss")
+    elif mode == "killed" and RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        sleep()
+
+
+if __name__ == "__main__":
+    mode = sys.argv[1]
+    if mode == "raw" and RANK == 1:
+        raise ValueError("a bug before anything is recorded")
+    if mode == "loose":  # tied to nobody
+        sleep()
+    with exit_recorded():
+        run(mode)

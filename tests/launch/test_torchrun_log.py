@@ -1,0 +1,76 @@
+"""What torchrun writes is passed on, held back, and understood, however it arrives in pieces."""
+
+import pytest
+
+from rwkvclip_cli.launch.torchrun_log import Failure, TorchrunLog
+
+# As torch 2.13 writes it when rank 1 is killed and rank 0 ended for it; the stack of calls is cut short.
+REPORT = """\
+W1201 12:49:35.647000 8426 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 8455 closing signal \
+SIGTERM
+E1201 12:49:35.649000 8426 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 \
+(pid: 8456) of binary: /opt/py/bin/python
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/opt/py/lib/torch/distributed/launcher/api.py", line 388, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+rwkvclip_cli FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-12-01_12:49:35
+  host      : node0
+  rank      : 4 (local_rank: 0)
+  exitcode  : -15 (pid: 8455)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 8455
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-12-01_12:49:35
+  host      : node0
+  rank      : 5 (local_rank: 1)
+  exitcode  : -9 (pid: 8456)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 8456
+============================================================
+"""
+WORKER_TRACEBACK = """\
+Traceback (most recent call last):
+  File "worker.py", line 19, in <module>
+    raise ValueError("raw bug")
+ValueError: raw bug
+"""
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100, 100_000])
+def test_report_is_held_back_and_read(piece: int) -> None:
+    log = TorchrunLog()
+    data = f"progress 1\n{REPORT}".encode()
+    shown = b"".join(log.feed(data[start : start + piece]) for start in range(0, len(data), piece))
+    assert shown + log.finish() == b"progress 1\n"
+    assert log.failures() == [Failure(rank=5, exit_code=-9), Failure(rank=4, exit_code=-15)]
+    assert log.tracebacks() == ""
+
+
+def test_a_workers_traceback_is_kept_for_the_end() -> None:
+    log = TorchrunLog()
+    assert log.feed((WORKER_TRACEBACK + REPORT).encode()) == b""
+    assert log.tracebacks() == WORKER_TRACEBACK.rstrip()
+    assert [failure.rank for failure in log.failures()] == [5, 4]
+
+
+def test_torchruns_own_failure_is_kept_for_the_end() -> None:
+    log = TorchrunLog()
+    log.feed(b"W1201 joining\nTraceback (most recent call last):\n  File 'x'\nRendezvousTimeoutError\n")
+    assert log.tracebacks() == "Traceback (most recent call last):\n  File 'x'\nRendezvousTimeoutError"
+    assert log.failures() == []
+
+
+def test_ordinary_lines_pass_at_once_and_bytes_stay_as_they_are() -> None:
+    log = TorchrunLog()
+    assert log.feed(b"W1201 waiting for nodes\nloss \xff 3.2") == b"W1201 waiting for nodes\n"
+    assert log.finish() == b"loss \xff 3.2\n"
+    assert log.finish() == b""

@@ -1,0 +1,99 @@
+"""Who is to blame, and the exit code, from what the ranks wrote and what torchrun saw."""
+
+import signal
+import socket
+
+import pytest
+
+from rwkvclip_cli.launch.exit_record import ExitRecord
+from rwkvclip_cli.launch.torchrun_log import Failure
+from rwkvclip_cli.launch.verdict import Stop, Verdict, judge
+
+HERE = socket.gethostname()
+STOP = Stop(signal.SIGTERM, 300)
+
+
+def record(rank: int, code: int, message: str = "", traceback: str = "", hint: str = "") -> ExitRecord:
+    return ExitRecord(code, message, hint, traceback, rank, "node0", float(rank), 0)
+
+
+def test_done() -> None:
+    assert judge([], [], 0, None) == Verdict(0)
+
+
+def test_records_of_failures_before_a_restart_that_helped_do_not_count() -> None:
+    assert judge([], [], 0, STOP).exit_code == 0
+
+
+def test_the_earliest_record_is_the_cause() -> None:
+    records = [record(2, 3, "disk full", hint="df -h"), record(0, 1, "connection lost")]
+    verdict = judge(records, [Failure(0, 1), Failure(2, 3)], 1, None)
+    assert verdict == Verdict(3, "rank 2 on node0: disk full", "", "df -h")
+
+
+def test_a_record_that_says_why_comes_before_one_that_only_fails() -> None:
+    verdict = judge([record(1, 1), record(0, 1, "wrong element")], [], 1, None)
+    assert verdict.message == "rank 0 on node0: wrong element"
+
+
+def test_a_signal_outweighs_the_records_of_those_who_lost_their_peer() -> None:
+    lost = record(0, 1, "RuntimeError: Connection closed by peer")
+    verdict = judge([lost], [Failure(0, 1), Failure(1, -signal.SIGSEGV), Failure(2, -signal.SIGTERM)], 1, None)
+    assert verdict == Verdict(128 + signal.SIGSEGV, f"rank 1 on {HERE} was ended by SIGSEGV")
+
+
+def test_abort_is_blamed_after_other_signals() -> None:
+    failures = [Failure(0, -signal.SIGABRT), Failure(1, -signal.SIGKILL)]
+    verdict = judge([], failures, 1, None)
+    assert verdict.exit_code == 128 + signal.SIGKILL
+    assert "out-of-memory" in verdict.hint
+
+
+def test_a_rank_that_recorded_and_then_aborted_is_judged_by_its_record() -> None:
+    verdict = judge([record(0, 75), record(1, 75)], [Failure(1, -signal.SIGABRT)], 1, STOP)
+    assert verdict.exit_code == 75
+
+
+def test_exit_code_alone() -> None:
+    verdict = judge([], [Failure(1, 9)], 1, None, "Traceback ...")
+    assert verdict == Verdict(9, f"rank 1 on {HERE} failed with exit code 9", "Traceback ...")
+
+
+def test_known_errors_get_cause_and_cure() -> None:
+    bug = record(0, 1, "RuntimeError: CUDA error: invalid device ordinal", traceback="Traceback ...")
+    verdict = judge([bug], [], 1, None)
+    assert verdict.message.splitlines()[1] == "  cause: a rank asks for a GPU that this process cannot see"
+    assert verdict.hint.startswith("lower --gpus")
+    assert verdict.traceback == "Traceback ..."
+
+
+@pytest.mark.parametrize(
+    ("records", "failures", "torchrun_code", "stop", "expected"),
+    [
+        ([record(0, 75), record(1, 75)], [], 0, STOP, 75),
+        ([record(0, 75), record(1, 75)], [], 0, None, 75),  # another node was asked to stop
+        ([record(0, 75), record(1, 1, "disk full")], [Failure(1, 1)], 1, STOP, 1),
+        ([], [Failure(0, -signal.SIGTERM), Failure(1, -signal.SIGTERM)], 1, STOP, 143),
+        ([], [Failure(0, -signal.SIGUSR1)], 1, Stop(signal.SIGUSR1, 300), 128 + signal.SIGUSR1),
+        ([], [Failure(0, -signal.SIGSEGV)], 1, STOP, 128 + signal.SIGSEGV),
+        ([], [], -signal.SIGTERM, STOP, 75),  # before any rank
+        ([], [], 0, STOP, 0),  # the request came after the end
+        ([record(0, 130, "interrupted")], [], 1, Stop(signal.SIGINT, 300), 130),
+        ([record(0, 75)], [], -signal.SIGKILL, Stop(signal.SIGTERM, 300, (1,)), 143),
+        ([], [Failure(0, -signal.SIGTERM)], 1, None, 143),  # somebody else's SIGTERM
+        ([], [], -signal.SIGKILL, None, 137),
+    ],
+)
+def test_exit_codes(
+    records: list[ExitRecord], failures: list[Failure], torchrun_code: int, stop: Stop | None, expected: int
+) -> None:
+    assert judge(records, failures, torchrun_code, stop).exit_code == expected
+
+
+def test_torchruns_own_failure_keeps_its_traceback_unless_it_is_known() -> None:
+    unknown = judge([], [], 1, None, "Traceback ...\nTypeError: a bug")
+    assert (unknown.exit_code, unknown.message) == (1, "torchrun failed before any rank did: TypeError: a bug")
+    assert unknown.traceback == "Traceback ...\nTypeError: a bug"
+    known = judge([], [], 1, None, "Traceback ...\nRendezvousTimeoutError")
+    assert known.traceback == ""
+    assert "cause: not every node joined in time" in known.message

@@ -1,0 +1,84 @@
+"""The command line starts light, knows its commands, and ends with the exit codes that it promises."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import plain_environment, run_cli
+from typer.testing import CliRunner
+
+from rwkvclip_cli import cli, config
+from rwkvclip_cli.console import UsageError
+
+HEAVY = ("torch", "numpy", "nvidia", "rich", "PIL", "tokenizers", "tensorboard")
+COMMANDS = [command.name for command in cli.app.registered_commands]
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    """The heavy packages that a fresh interpreter has loaded after running `code`."""
+    report = f"import json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"],
+        env=plain_environment(None),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_works(name: str) -> None:
+    shown = CliRunner().invoke(cli.app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert f" {name} [OPTIONS]" in shown.output
+
+
+@pytest.mark.parametrize("name", sorted(config.SECTIONS))
+def test_help_names_every_option_of_the_settings_file(name: str) -> None:
+    shown = CliRunner().invoke(cli.app, [name, "--help"]).output
+    for field in config.option_fields(config.SECTIONS[name]):
+        expected = config.option_name(field)
+        assert (expected if field.metadata["argument"] else f"--{expected}") in shown.lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = f"from rwkvclip_cli.cli import app\napp({arguments!r}, standalone_mode=False)"
+    assert heavy_modules_after(code) == []
+
+
+def test_help_time_is_reported(record_property: Callable[[str, object], None]) -> None:
+    started_s = time.perf_counter()
+    assert run_cli("--help").returncode == 0
+    record_property("help_s", round(time.perf_counter() - started_s, 3))
+
+
+def test_launch_never_loads_torch() -> None:
+    folder = Path(cli.__file__).parent / "launch"
+    modules = [f"rwkvclip_cli.launch.{path.stem}" for path in sorted(folder.glob("*.py"))]
+    assert len(modules) > 5
+    assert heavy_modules_after(f"import {', '.join(modules)}") == []
+
+
+def test_parse_reads_the_settings_file_below_the_command_line(tmp_path: Path) -> None:
+    settings = tmp_path / "rwkvclip.toml"
+    settings.write_text('[train]\noutput = "run"\ntrain-data = "a.rec"\nlr = 0.5\n')
+    parsed = cli.parse("train", ["--config", str(settings), "--lr", "0.25", "--batch_size", "8"])
+    assert (parsed.output, parsed.train_data, parsed.lr, parsed.batch_size) == ("run", "a.rec", 0.25, 8)
+
+
+def test_parse_refuses_what_the_command_refuses() -> None:
+    with pytest.raises(UsageError, match="--lr must be at least 0"):
+        cli.parse("train", ["--output", "run", "--train-data", "a.rec", "--lr", "-1"])
+
+
+def test_unknown_command_is_wrong_usage() -> None:
+    done = run_cli("lunch")
+    assert done.returncode == 2
+    assert "lunch" in done.stderr
