@@ -234,6 +234,7 @@ SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
     "nccl-check": NcclCheckConfig,
     "eval": EvalConfig,
+    "demo": DemoConfig,
 }
 
 

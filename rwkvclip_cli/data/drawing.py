@@ -64,13 +64,13 @@ PATTERN_TONE = 0.35
 # Where figures stand: (x, y, radius) in shares of the side. All keep inside the evaluation's centre crop of 7/8.
 PLACES: dict[tuple[str, int], tuple[tuple[float, float, float], ...]] = {
     ("alone", 1): ((0.5, 0.5, 0.29),),
-    ("stacked", 2): ((0.5, 0.3, 0.19), (0.5, 0.7, 0.19)),
-    ("beside", 2): ((0.3, 0.5, 0.19), (0.7, 0.5, 0.19)),
+    ("stacked", 2): ((0.5, 0.315, 0.18), (0.5, 0.685, 0.18)),
+    ("beside", 2): ((0.315, 0.5, 0.18), (0.685, 0.5, 0.18)),
     ("group", 2): ((0.32, 0.5, 0.17), (0.68, 0.5, 0.17)),
     ("group", 3): ((0.5, 0.31, 0.16), (0.31, 0.67, 0.16), (0.69, 0.67, 0.16)),
     ("group", 4): ((0.31, 0.31, 0.16), (0.69, 0.31, 0.16), (0.31, 0.69, 0.16), (0.69, 0.69, 0.16)),
 }
-SWAY = 0.04  # the most that a figure strays from its place, in shares of the side
+SWAY = 0.03  # the most that a figure strays from its place, in shares of the side
 TURN = math.radians(14)  # the most that it turns
 GROWTH = 0.1  # the most that its size strays
 

@@ -40,7 +40,6 @@ THING_WORDS = {
     "cup": ("cup", "mug"),
     "boat": ("boat", "sailboat"),
     "flower": ("flower", "blossom"),
-    "mushroom": ("mushroom", "toadstool"),
 }
 PLURALS = {"box": "boxes", "cross": "crosses", "fish": "fish"}
 SIZE_WORDS = {"small": ("small", "little", "tiny"), "large": ("large", "big", "huge")}
