@@ -39,7 +39,7 @@ OVERRIDDEN = (
 class Machine:
     """The facts about this machine that a plan depends on.
 
-    `endpoint_is_here`: the rendezvous endpoint is an address or the name of this machine. `address` and
+    `endpoint_is_known`: its host has an address. `endpoint_is_here`: that is this machine. `address` and
     `interface`: what packets to the endpoint leave through. `name_is_routable`: the host name resolves
     to an address of this machine that others can reach.
     """
@@ -49,6 +49,7 @@ class Machine:
     gpus: int
     address: str | None = None
     interface: str | None = None
+    endpoint_is_known: bool = True
     endpoint_is_here: bool = True
     name_is_routable: bool = True
     free_port: int = DEFAULT_PORT

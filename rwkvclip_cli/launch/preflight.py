@@ -16,20 +16,19 @@ from rwkvclip_cli.launch.plan import Machine, backend_of
 
 
 def survey(config: LaunchConfig) -> Machine:
-    """Gather the facts about this machine that `plan` and `check` go by; changes nothing.
-
-    Raises UsageError where the endpoint's host has no address.
-    """
+    """Gather the facts about this machine that `plan` and `check` go by; refuses and changes nothing."""
     own = network.own_addresses()
-    address, here = network.main_address(), True
+    addresses: list[str] | None = None
     if config.rdzv_endpoint is not None:
-        address, here = _towards(network.parse_endpoint(config.rdzv_endpoint), own, address)
+        addresses = network.resolve(network.parse_endpoint(config.rdzv_endpoint).host)
+    address, here = _towards(addresses, own)
     return Machine(
         python=sys.executable,
         cores=len(os.sched_getaffinity(0)),
         gpus=0 if config.cpus else gpus.count_visible_gpus(),
         address=address,
         interface=own.get(address) if address else None,
+        endpoint_is_known=addresses != [],
         endpoint_is_here=here,
         name_is_routable=_name_is_routable(own),
         free_port=network.free_port(),
@@ -52,6 +51,11 @@ def check(config: LaunchConfig, machine: Machine, without_gpu: str) -> None:
     if config.rdzv_endpoint is None:
         return
     endpoint = network.parse_endpoint(config.rdzv_endpoint)
+    if not machine.endpoint_is_known:
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint}: this machine knows no address of {endpoint.host!r}",
+            f"--rdzv-endpoint ADDRESS_OF_NODE_0:{endpoint.port}",
+        )
     _check_side(config, machine, endpoint)
     if _hosts_endpoint(config, machine) and endpoint.port:
         owner = network.port_owner(endpoint.port)
@@ -62,19 +66,18 @@ def check(config: LaunchConfig, machine: Machine, without_gpu: str) -> None:
             )
 
 
-def _towards(endpoint: Endpoint, own: dict[str, str], main: str | None) -> tuple[str | None, bool]:
-    """(own address for reaching the endpoint, whether the endpoint is this machine)."""
-    addresses = network.resolve(endpoint.host)
-    if not addresses:
-        raise UsageError(
-            f"--rdzv-endpoint {endpoint}: this machine knows no address of {endpoint.host!r}",
-            f"--rdzv-endpoint ADDRESS_OF_NODE_0:{endpoint.port}",
-        )
-    here = [address for address in addresses if address in own or network.is_loopback(address)]
-    if here:
-        outer = [address for address in here if not network.is_loopback(address)]
-        return (outer[0] if outer else main or here[0]), True
-    return network.source_address(addresses[0]) or main, False
+def _towards(endpoint: list[str] | None, own: dict[str, str]) -> tuple[str | None, bool]:
+    """(own address for reaching the endpoint's addresses, whether they are this machine's); None is no endpoint."""
+    if endpoint is None:
+        return network.main_address(), True
+    here = [address for address in endpoint if address in own or network.is_loopback(address)]
+    outer = [address for address in here if not network.is_loopback(address)]
+    if outer:
+        return outer[0], True
+    if here:  # what Debian's /etc/hosts says of the own name
+        return network.main_address() or here[0], True
+    routed = network.source_address(endpoint[0]) if endpoint else None
+    return routed or network.main_address(), False
 
 
 def _name_is_routable(own: dict[str, str]) -> bool:

@@ -25,7 +25,7 @@ from rwkvclip_cli import console
 from rwkvclip_cli.config import NcclCheckConfig
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch.gpus import driver_version
-from rwkvclip_cli.nccl.collectives import COLLECTIVES, Collective, Place
+from rwkvclip_cli.nccl.collectives import COLLECTIVES, Collective, Place, Wrong
 from rwkvclip_cli.nccl.watch import Watch
 from rwkvclip_cli.nccl_check import ELEMENT_BYTES, RankInfo, Report, Row, readable
 
@@ -105,9 +105,9 @@ def _introduce(
     )
     task = f"{options.op} over {options.backend}, {sizes[0]} to {sizes[-1]} B, {options.iterations} times"
     store.set(f"rank/{place.rank}", json.dumps([asdict(me), task]))
+    watch.phase("waiting for the ranks")
     if place.rank != 0:
         return (me,), [task]
-    watch.phase("waiting for the ranks")
     told = [json.loads(store.get(f"rank/{rank}")) for rank in range(place.world_size)]
     return tuple(RankInfo(**each) for each, _ in told), [each for _, each in told]
 
@@ -175,21 +175,25 @@ def _count(size_bytes: int, world_size: int) -> int:
 
 def _measure(collective: Collective, place: Place, count: int, iterations: int) -> dict[str, object]:
     """Check the collective before and after timing it: {"seconds": [...], "wrong": [index, got, expected] or None}."""
+    wrong = _try(collective, place, count)
     source, output = collective.start(place, count)
-    collective.run(source, output)
-    wrong = collective.check(place, count, output)
     # Repeated in place, sums would grow without bound; zeros stay zeros.
     source.zero_()
     output.zero_()
     for _ in range(WARM_UPS):
         collective.run(source, output)
     seconds = _time(collective, place, source, output, iterations)
-    if wrong is None:
-        del source, output
-        source, output = collective.start(place, count)
-        collective.run(source, output)
-        wrong = collective.check(place, count, output)
+    del source, output
+    # A rank with a wrong element takes part again, or the others would wait for it.
+    wrong_later = _try(collective, place, count)
+    wrong = wrong or wrong_later
     return {"seconds": seconds, "wrong": None if wrong is None else [wrong.index, wrong.got, wrong.expected]}
+
+
+def _try(collective: Collective, place: Place, count: int) -> Wrong | None:
+    source, output = collective.start(place, count)
+    collective.run(source, output)
+    return collective.check(place, count, output)
 
 
 def _time(

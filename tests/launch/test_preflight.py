@@ -129,6 +129,11 @@ def test_survey_knows_whether_the_host_name_leads_here(
 
 
 def test_unknown_host_is_wrong_usage() -> None:
+    config = LaunchConfig(cpus=1, nodes=2, rdzv_endpoint="no-such-host.invalid:29500")
+    machine = preflight.survey(config)
+    assert not machine.endpoint_is_here
     with pytest.raises(UsageError) as caught:
-        preflight.survey(LaunchConfig(cpus=1, nodes=2, rdzv_endpoint="no-such-host.invalid:29500"))
-    assert "knows no address of 'no-such-host.invalid'" in caught.value.message
+        check(config, machine)
+    assert caught.value.message == (
+        "--rdzv-endpoint no-such-host.invalid:29500: this machine knows no address of 'no-such-host.invalid'"
+    )
