@@ -106,7 +106,7 @@ def read_file(path: str) -> bytes:
 
 def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     """Read format and size without decoding; BadImage for what Pillow does not know or `max_pixels` forbids."""
-    with _bounded(max_pixels), _open(data, max_pixels) as image:
+    with _bounded(max_pixels), _open(data) as image:
         return Header(str(image.format), image.width, image.height)
 
 
@@ -117,12 +117,12 @@ def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> RGB:
     8 bits. ICC profiles and gamma are ignored. Raises BadImage for what cannot be decoded completely.
     """
     with _bounded(max_pixels):
-        image = _load(data, max_pixels)
+        image = _load(data)
         try:
             orientation = image.getexif().get(ExifTags.Base.Orientation)
         except Exception:
             # A getexif() that failed half way can leave an object whose later conversions are damaged.
-            image = _load(data, max_pixels)
+            image = _load(data)
             orientation = None
         try:
             flat = _flatten(image)
@@ -229,7 +229,7 @@ def _formats() -> tuple[str, ...]:
 
 @contextmanager
 def _bounded(max_pixels: int) -> Iterator[None]:
-    """Let Pillow's own readers refuse pictures inside pictures (ICO holds PNG) beyond `max_pixels`."""
+    """Let Pillow refuse, before it decodes, more than `max_pixels`: a picture inside a picture (ICO) too."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = max_pixels
     try:
@@ -241,25 +241,19 @@ def _bounded(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
+def _open(data: bytes) -> ImageFile.ImageFile:
     if not data:
         raise BadImage("empty-file", "no bytes at all")
     try:
-        image = Image.open(io.BytesIO(data), formats=_formats())
+        return Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError as error:
         raise BadImage("unreadable-image", _resembles(data)) from error
     except Exception as error:
         raise _unreadable(error) from error
-    if image.width * image.height > max_pixels:
-        raise BadImage(
-            "too-many-pixels",
-            f"{image.width}x{image.height} is {image.width * image.height:,} pixels; --max-pixels is {max_pixels:,}",
-        )
-    return image
 
 
-def _load(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
-    image = _open(data, max_pixels)
+def _load(data: bytes) -> ImageFile.ImageFile:
+    image = _open(data)
     try:
         image.load()
     except Exception as error:

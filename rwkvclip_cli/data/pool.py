@@ -155,10 +155,8 @@ class Pool:
             source = task.samples[0].source
             _settle(task, [Reject(source, "decoder-crash", f"{source}: the process that decoded it died ({how})")])
             return
-        singles = zip(task.positions, task.samples, strict=True)
-        waiting.extendleft(
-            reversed([_Task(task.batch, [position], [sample], is_retry=True) for position, sample in singles])
-        )
+        for position, sample in zip(task.positions, task.samples, strict=True):
+            waiting.appendleft(_Task(task.batch, [position], [sample], is_retry=True))
 
     def _start(self) -> _Worker:
         here, there = Pipe()

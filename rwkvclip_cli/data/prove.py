@@ -85,8 +85,7 @@ class Decoder:
             self._pipelines[what] = pipeline
             pipeline.feed_input("jpegs", [np.frombuffer(jpeg, np.uint8) for jpeg in jpegs])
             (output,) = pipeline.run()
-            # Copied: DALI reuses the memory in the next run.
-            return [np.array(output.at(index)) for index in range(len(jpegs))]
+            return [output.at(index) for index in range(len(jpegs))]  # copies: DALI's own memory is used again
         except RuntimeError:
             self._pipelines.pop(what, None)  # invalid from now on
         if len(jpegs) == 1:

@@ -82,7 +82,7 @@ def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str
         if group is not None:
             item = _finish(path, group, caption_keys)
             # A sample that lacks a part here has most likely lost it to the damage: one input, one reject.
-            if isinstance(item, Sample) and item.sidecars:
+            if isinstance(item, Sample):
                 yield item
             elif not isinstance(item, Ignored):
                 message += f", but for the incomplete sample {group.key}"

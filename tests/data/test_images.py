@@ -68,11 +68,21 @@ def test_exif_orientation_is_applied(orientation, format):
     assert np.array_equal(read_rgb(encoded(stored, format, exif=exif, **options)), upright)
 
 
-def test_a_broken_exif_block_does_not_damage_the_picture():
+def test_a_broken_exif_block_does_not_matter():
     plain = encoded(photo(), "JPEG")
-    broken = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\xff\xff\xff\xff"
+    broken = b"Exif\0\0no TIFF header"
     data = plain[:2] + b"\xff\xe1" + struct.pack(">H", len(broken) + 2) + broken + plain[2:]
     assert np.array_equal(read_rgb(data), read_rgb(plain))
+
+
+def test_what_a_failing_exif_reader_does_to_the_picture_does_not_matter(monkeypatch):
+    def damage(image):
+        image.paste(0, (0, 0, *image.size))
+        raise ValueError("broken EXIF")
+
+    data = encoded(photo(), "PNG")
+    monkeypatch.setattr(Image.Image, "getexif", damage)
+    assert np.array_equal(read_rgb(data), np.asarray(photo()))
 
 
 def test_transparency_lies_on_white():
