@@ -122,7 +122,8 @@ def seams(length: int) -> list[Seam]:
     found = []
     half = 1
     while half < length:
-        pairs, rest = divmod(length, 2 * half)
+        # Not divmod: torch.compile cannot trace it.
+        pairs, rest = length // (2 * half), length % (2 * half)
         if pairs:
             found.append(Seam(half, half, 0, pairs))
         if rest > half:
@@ -156,14 +157,10 @@ def _sides(x: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
 
 def _corners(scores: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
     """Views of a seam's scores, (G, P, L, R) each: of what left tokens receive, then of what right ones receive."""
-    heads, length, _ = scores.shape
     size = seam.left + seam.right
-    # Blocks on the diagonal of each matrix, one pair of the seam each.
-    blocks = scores.as_strided(
-        (heads, seam.pairs, size, size),
-        (length * length, size * (length + 1), length, 1),
-        scores.storage_offset() + seam.start * (length + 1),
-    )
+    tiles = scores.narrow(1, seam.start, seam.pairs * size).narrow(2, seam.start, seam.pairs * size)
+    tiles = tiles.unflatten(2, (seam.pairs, size)).unflatten(1, (seam.pairs, size))
+    blocks = tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     return blocks[:, :, : seam.left, seam.left :], blocks[:, :, seam.left :, : seam.left].transpose(2, 3)
 
 
