@@ -66,6 +66,7 @@ class _Supervisor:
         self.stop_signal: int | None = None
         self.deadline_s = float("inf")
         self.signalled: set[int] = set()
+        self.hurried = False
         self.killed: tuple[int, ...] = ()
 
     def run(self) -> int:
@@ -137,7 +138,7 @@ class _Supervisor:
                 name = signal.Signals(number).name
                 console.say(f"{name}: waiting up to {self.stop_grace_s:g} s for the workers to stop{again}")
             elif number == signal.SIGINT:
-                self.deadline_s = 0.0
+                self.hurried, self.deadline_s = True, 0.0
 
     def _pursue_stop(self, torchrun: "subprocess.Popen[bytes]") -> None:
         """Tell every worker once, those too that start only now, and kill what outstays the grace."""
@@ -158,7 +159,9 @@ class _Supervisor:
             self.killed += tuple(sorted(worker.rank for worker in killed))
 
     def _conclude(self, torchrun_code: int) -> int:
-        stop = None if self.stop_signal is None else Stop(self.stop_signal, self.stop_grace_s, self.killed)
+        stop = (
+            None if self.stop_signal is None else Stop(self.stop_signal, self.stop_grace_s, self.killed, self.hurried)
+        )
         verdict = judge(read_exits(Path(self.folder)), self.log.failures(), torchrun_code, stop, self.log.tracebacks())
         _show(verdict)
         return verdict.exit_code

@@ -18,11 +18,15 @@ HARMLESS = (EXIT_DONE, EXIT_STOPPED)
 
 @dataclass(frozen=True)
 class Stop:
-    """A stop that was asked for: the signal, the patience in seconds, and the ranks killed when it ended."""
+    """A stop that was asked for: the signal, the patience in seconds, and the ranks killed when it ended.
+
+    `hurried`: a second Ctrl-C ended the patience.
+    """
 
     signal: int
     grace_s: float
     killed: tuple[int, ...] = ()
+    hurried: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ def judge(
     """
     if stop is not None and stop.killed:
         ranks = ", ".join(str(rank) for rank in stop.killed)
-        message = f"killed after {stop.grace_s:g} s without stopping: rank {ranks}; unsaved steps are lost"
-        return Verdict(EXIT_SIGNAL + stop.signal, message, hint="a longer --stop-grace")
+        why = "at once, as asked" if stop.hurried else f"for not stopping within {stop.grace_s:g} s"
+        hint = "" if stop.hurried else "a longer --stop-grace"
+        return Verdict(EXIT_SIGNAL + stop.signal, f"killed {why}: rank {ranks}; unsaved steps are lost", hint=hint)
     if stop is not None and stop.signal == signal.SIGINT:
         return Verdict(EXIT_SIGNAL + signal.SIGINT, "interrupted")
     cause = _first_cause(records, failures, stop, torchrun_traceback)

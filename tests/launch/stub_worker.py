@@ -14,8 +14,13 @@ from rwkvclip_cli.launch.exit_record import exit_recorded
 RANK = int(os.environ["RANK"])
 
 
+def say(line: str) -> None:
+    """Write a line in one piece: both ranks write to the same place."""
+    os.write(1, f"{line}\n".encode())
+
+
 def ready() -> None:
-    print("ready", RANK, os.getpid(), flush=True)
+    say(f"ready {RANK} {os.getpid()}")
 
 
 def sleep() -> None:
@@ -31,15 +36,28 @@ def stop_on_request(*, obey: bool = True) -> None:
     while not (asked and obey):
         time.sleep(0.01)
     time.sleep(0.2 * RANK)
-    print("saved", RANK, signal.Signals(asked[0]).name, flush=True)
+    say(f"saved {RANK} {signal.Signals(asked[0]).name}")
     raise SystemExit(75)
+
+
+def count_interrupts() -> None:
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda received, _: asked.append(received))
+    say(f"terminal={sys.stderr.isatty()}")
+    ready()
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    say(f"interrupts={len(asked)}")
 
 
 def run(mode: str) -> None:
     if mode == "ok":
-        print("stderr of", RANK, "is", os.readlink("/proc/self/fd/2"), flush=True)
+        say(f"stderr of {RANK} is {os.readlink('/proc/self/fd/2')}")
     elif mode == "graceful":
         stop_on_request()
+    elif mode == "terminal":
+        count_interrupts()
     elif mode == "stubborn":
         stop_on_request(obey=False)
     elif mode == "code" and RANK == 1:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_ranks_that_outstay_the_grace_are_killed(tmp_path: Path) -> None:
         run.process.terminate()
         code, err = run.end()
     assert code == 128 + signal.SIGTERM
-    assert "killed after 0.5 s without stopping: rank 0, 1; unsaved steps are lost" in err
+    assert "killed for not stopping within 0.5 s: rank 0, 1; unsaved steps are lost" in err
     assert_gone(ranks)
 
 
@@ -164,6 +165,23 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert_gone(ranks)
 
 
+def test_a_terminal_reaches_the_ranks_but_its_ctrl_c_the_launcher_alone() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environ = plain_environment({"PYTHONPATH": str(HERE)})
+        os.execve(sys.executable, [sys.executable, "-c", LAUNCHER, STUB, "terminal", "60"], environ)
+    seen, typed = b"", False
+    with contextlib.suppress(OSError):  # how a terminal without a writer ends
+        while data := os.read(terminal, 4096):
+            seen += data
+            if seen.count(b"ready") == 2 and not typed:
+                typed = os.write(terminal, b"\x03") == 1
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert seen.count(b"terminal=True") == 2
+    assert seen.count(b"interrupts=1") == 2
+
+
 def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", grace_s=3600) as run:
         ranks = run.ranks()
@@ -173,8 +191,9 @@ def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
             assert time.monotonic() < end_s
             time.sleep(0.02)
         run.process.send_signal(signal.SIGINT)
-        code, _ = run.end()
+        code, err = run.end()
     assert code == 128 + signal.SIGTERM
+    assert "killed at once, as asked: rank 0, 1; unsaved steps are lost" in err
     assert_gone(ranks)
 
 
