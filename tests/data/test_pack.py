@@ -3,31 +3,27 @@
 import contextlib
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
-import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from nvidia.dali import Pipeline, fn, types
+from pack_files import files_of, folder_of, photo
 from PIL import Image
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UnableError, UsageError
 from rwkvclip_cli.data import pool
 from rwkvclip_cli.data.captions import Tokenizer
-from rwkvclip_cli.data.images import encode_jpeg, read_rgb
-from rwkvclip_cli.data.output import SUFFIXES, OutputSet
+from rwkvclip_cli.data.images import read_rgb
+from rwkvclip_cli.data.output import SUFFIXES
 from rwkvclip_cli.data.pack import PackSummary, pack
-from rwkvclip_cli.data.pool import Pool
 from rwkvclip_cli.data.recordio import RecordReader
-from rwkvclip_cli.data.samples import REASONS, Ignored, Reject, Sample
+from rwkvclip_cli.data.samples import REASONS, Reject, Sample
 from rwkvclip_cli.data.worker import Packed, WorkerOptions, pack_samples
 
 HERE = Path(__file__).parent
@@ -50,26 +46,6 @@ WEIRD = [
     "upper_case_double.JPG.JPEG",
 ]
 HOSTILE = [b"new\nline.jpg", b"tab\tand space.JPG", b"caf\xe9.jpg", b"back\\slash.jpg", "日本語 😀.jpg".encode()]
-
-
-def photo(seed: int = 0, size: tuple[int, int] = (48, 32)) -> bytes:
-    """A smooth JPEG, another for each seed."""
-    x, y = np.meshgrid(np.linspace(0, 3, size[0]), np.linspace(0, 2, size[1]))
-    waves = [np.sin(x * (1 + channel) + y + seed) for channel in range(3)]
-    return encode_jpeg(np.rint(127.5 + 127.5 * np.stack(waves, -1)).astype(np.uint8), 90)
-
-
-def folder_of(root: Path, count: int) -> Path:
-    """A folder of `count` photographs with captions."""
-    root.mkdir()
-    for number in range(count):
-        (root / f"{number:03}.jpg").write_bytes(photo(number))
-        (root / f"{number:03}.txt").write_text(f"picture {number}")
-    return root
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {part: out.with_name(out.stem + suffix).read_bytes() for part, suffix in SUFFIXES.items()}
 
 
 def rejects_of(out: Path) -> list[dict[str, str]]:
@@ -334,191 +310,6 @@ def test_where_nothing_can_be_packed_the_error_says_why_and_nothing_stays(tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(RwkvClipError, match="no image in"):
         pack(PackConfig(sources=(str(tmp_path / "empty"),), out=str(tmp_path / "o.rec")))
-
-
-# Packs as the command does, but stops to read on after 20 inputs until the test has done what it wants.
-SLOW = """
-import sys, time
-import rwkvclip_cli.data.pack as packing, rwkvclip_cli.data.pool as pool
-from rwkvclip_cli.cli import main
-read = packing.read_sources
-def slowly(*arguments):
-    for number, item in enumerate(read(*arguments)):
-        if number == 20:
-            print("half", flush=True)
-            time.sleep(60)
-        yield item
-packing.read_sources, pool.BATCH_SAMPLES = slowly, 1
-sys.argv[0] = "rwkvclip"
-main()
-"""
-
-
-@contextlib.contextmanager
-def half_packed(source: Path, out: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
-    """A pack in a process of its own that has written about half."""
-    command = [sys.executable, "-c", SLOW, "pack", str(source), str(out), "--workers", "1", "--proof", "none", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "half\n"
-            yield process
-        finally:
-            process.kill()
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_pack_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
-    source = folder_of(tmp_path / "imgs", 30)
-    with half_packed(source, tmp_path / "o.rec") as process:
-        process.send_signal(number)
-        assert process.wait(30) == code
-    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
-
-
-def test_a_pack_that_is_killed_leaves_nothing_under_the_final_names_and_the_next_cleans_up(tmp_path):
-    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
-    with half_packed(source, out) as process:
-        workers = children(process.pid)
-        assert workers
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-    left = [path.name for path in tmp_path.iterdir() if path.name != "imgs"]
-    assert left
-    assert all(name.startswith(".o.") for name in left)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{worker}/stat").exists() for worker in workers):
-        assert time.monotonic() < deadline, "a worker outlived its pack"
-        time.sleep(0.05)
-    assert pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")).count == 30
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["imgs", *(path.name for path in finals(out))])
-
-
-def finals(out: Path) -> list[Path]:
-    return [out.with_name(out.stem + suffix) for suffix in SUFFIXES.values()]
-
-
-def test_a_second_pack_into_the_same_output_is_refused(tmp_path):
-    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
-    with half_packed(source, out):
-        before = sorted(tmp_path.iterdir())
-        with pytest.raises(RwkvClipError, match=r"o\.rec: another pack is writing it"):
-            pack(PackConfig(sources=(str(source),), out=str(out)))
-        assert sorted(tmp_path.iterdir()) == before
-
-
-def test_an_old_output_stays_whole_until_the_new_one_is(tmp_path):
-    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
-    pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none"))
-    first = files_of(out)
-    with half_packed(source, out, "--overwrite") as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-    assert files_of(out) == first
-
-
-def test_an_old_rec_never_stands_beside_a_new_index(tmp_path, monkeypatch):
-    out = tmp_path / "o.rec"
-    for path in finals(out):
-        path.write_text("old")
-    replace = os.replace
-
-    def stop_before_rec(source, target):
-        if str(target).endswith(".rec"):
-            raise OSError(5, "Input/output error")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", stop_before_rec)
-    with OutputSet(str(out), overwrite=True) as output:
-        for part in ("rec", "idx"):
-            output.partial[part].write_text("new")
-        with pytest.raises(RwkvClipError, match="Input/output error"):
-            output.commit({})
-    assert not out.exists()
-    assert not list(tmp_path.glob(".o*"))
-
-
-@pytest.mark.parametrize("limit", [0, 10_000])
-def test_a_full_disk_is_one_clear_error(tmp_path, limit):
-    source = folder_of(tmp_path / "imgs", 30)
-    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(tmp_path / "o.rec"), "--proof", "none"]
-
-    def bound_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    # The limit stands in for the disk: a write beyond it fails as one on a full disk does.
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=bound_files)
-    assert done.returncode == 1
-    assert "cannot write" in done.stderr
-    assert "File too large" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
-
-
-# What a worker's process runs instead, before it serves: a decoder that the bytes "POISON" kill.
-POISONED = """
-import os, sys
-sys.path[:] = {path!r}
-import rwkvclip_cli.data.worker as worker
-prepare = worker.prepare
-def poisoned(pictures, *arguments):
-    if any(b"POISON" in picture for picture in pictures):
-        {deed}
-    return prepare(pictures, *arguments)
-worker.prepare = poisoned
-worker.main({descriptor})
-"""
-
-
-def samples(count: int, bad: tuple[int, ...] = ()) -> list[Sample]:
-    pictures = [photo(number) + (b"POISON" if number in bad else b"") for number in range(count)]
-    return [Sample(f"s{number}", picture, (f"caption {number}",)) for number, picture in enumerate(pictures)]
-
-
-def test_a_sample_that_kills_its_worker_is_a_reject_and_the_rest_are_records(monkeypatch):
-    monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "os.kill(os.getpid(), 9)"))
-    with Pool(2, WorkerOptions()) as workers:
-        outcomes = list(workers.run([*samples(12, bad=(5,)), Ignored("x"), *samples(2)]))
-    assert isinstance(outcomes[12], Ignored)
-    crashed = outcomes[5]
-    assert isinstance(crashed, Reject)
-    assert (crashed.source, crashed.reason) == ("s5", "decoder-crash")
-    assert "signal 9" in crashed.message
-    good = [outcome for outcome in outcomes if isinstance(outcome, Packed)]
-    assert [outcome.source for outcome in good] == [f"s{n}" for n in (0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 0, 1)]
-
-
-def test_a_bug_in_a_worker_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "raise KeyError('a bug')"))
-    said = r"(?s)a packing process failed.*in poisoned.*KeyError: 'a bug'"
-    with Pool(1, WorkerOptions()) as workers, pytest.raises(RuntimeError, match=said):
-        list(workers.run(samples(3, bad=(1,))))
-
-
-def test_a_worker_that_cannot_start_says_why(monkeypatch):
-    monkeypatch.setattr(pool, "START", "import no_such_module_{descriptor}, sys; sys.path[:] = {path!r}")
-    said = r"(?s)did not start \(exit code 1\).*no_such_module"
-    with Pool(1, WorkerOptions()) as workers, pytest.raises(RuntimeError, match=said):
-        list(workers.run(samples(1)))
-
-
-def test_the_pool_reads_only_a_little_ahead(monkeypatch):
-    monkeypatch.setattr(pool, "BATCH_SAMPLES", 1)
-    read = 0
-
-    def counting() -> Iterator[Sample]:
-        nonlocal read
-        for sample in samples(20):
-            read += 1
-            yield sample
-
-    with Pool(1, WorkerOptions()) as workers:
-        for number, _ in enumerate(workers.run(counting()), 1):
-            assert read <= number + 4
 
 
 def test_a_picture_that_no_record_holds_is_a_reject(monkeypatch):

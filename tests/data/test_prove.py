@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nvidia.dali import Pipeline, fn, types
+from pack_files import smooth
 from PIL import Image
 
 from rwkvclip_cli.data.images import BadImage, encode_jpeg, read_rgb
@@ -33,13 +34,6 @@ def dali_pixels(jpeg: bytes) -> np.ndarray:
 
 def outcome(result: Prepared | BadImage) -> str:
     return result.kept if isinstance(result, Prepared) else f"reject:{result.reason}"
-
-
-def photo(seed: int = 0, size: tuple[int, int] = (48, 32)) -> np.ndarray:
-    """A smooth picture, another for each seed."""
-    x, y = np.meshgrid(np.linspace(0, 3, size[0]), np.linspace(0, 2, size[1]))
-    waves = [np.sin(x * (1 + channel) + y + seed) for channel in range(3)]
-    return np.rint(127.5 + 127.5 * np.stack(waves, -1)).astype(np.uint8)
 
 
 def png(rgb: np.ndarray) -> bytes:
@@ -85,12 +79,12 @@ def test_an_awkward_picture_is_kept_or_mended_or_refused(weird, name):
 
 
 def test_a_plain_jpeg_keeps_its_bytes():
-    jpeg = encode_jpeg(photo(), 80)
+    jpeg = encode_jpeg(smooth(), 80)
     assert prepare([jpeg], ImageOptions()) == [Prepared(jpeg, KEPT, 48, 32)]
 
 
 def test_bad_pictures_leave_their_neighbours_alone():
-    good = [encode_jpeg(photo(seed), 90) for seed in range(40)]
+    good = [encode_jpeg(smooth(seed), 90) for seed in range(40)]
     pictures = [with_junk(jpeg) if seed % 13 == 5 else jpeg for seed, jpeg in enumerate(good)]
     results = prepare([*pictures, b"no picture"], ImageOptions())
     assert Counter(map(outcome, results)) == {
@@ -109,9 +103,9 @@ def test_noise_raises_the_quality_until_it_is_faithful():
     assert isinstance(result, Prepared)
     assert np.abs(dali_pixels(result.jpeg).astype(int) - noise).mean() <= FAITHFUL_MEAN
     # A smooth picture is faithful at once and stays at the quality asked for.
-    (smooth,) = prepare([png(photo())], ImageOptions(quality=90))
+    (smooth,) = prepare([png(smooth())], ImageOptions(quality=90))
     assert isinstance(smooth, Prepared)
-    assert smooth.jpeg == encode_jpeg(photo(), 90)
+    assert smooth.jpeg == encode_jpeg(smooth(), 90)
 
 
 def test_a_decoder_that_shows_other_pixels_is_believed_over_the_bytes():
@@ -119,12 +113,12 @@ def test_a_decoder_that_shows_other_pixels_is_believed_over_the_bytes():
         def decode(self, jpegs, sizes):
             return [None if pixels is None else pixels // 2 for pixels in super().decode(jpegs, sizes)]
 
-    (result,) = prepare([encode_jpeg(photo(), 90)], ImageOptions(), Wrong())
+    (result,) = prepare([encode_jpeg(smooth(), 90)], ImageOptions(), Wrong())
     assert outcome(result) == "reject:not-faithful"
 
 
 def test_a_long_side_is_resized_and_a_short_one_is_not():
-    long, short = encode_jpeg(photo(size=(96, 40)), 95), encode_jpeg(photo(size=(48, 40)), 95)
+    long, short = encode_jpeg(smooth(size=(96, 40)), 95), encode_jpeg(smooth(size=(48, 40)), 95)
     resized, kept = prepare([long, short], ImageOptions(max_side=48))
     assert isinstance(resized, Prepared)
     assert (resized.kept, resized.width, resized.height) == (RESIZED, 48, 20)
@@ -133,14 +127,14 @@ def test_a_long_side_is_resized_and_a_short_one_is_not():
 
 
 def test_a_size_other_than_expected_is_not_decoded():
-    jpeg = encode_jpeg(photo(), 90)
+    jpeg = encode_jpeg(smooth(), 90)
     assert Decoder().decode([jpeg, jpeg], [(48, 32), (32, 48)])[1] is None
 
 
 def test_structure_keeps_whole_markers_and_mends_broken_ones():
-    jpeg = encode_jpeg(photo(), 90)
+    jpeg = encode_jpeg(smooth(), 90)
     options = ImageOptions(proof="structure")
-    kept, junk, cut, other = prepare([jpeg, with_junk(jpeg), jpeg[:-2], png(photo())], options)
+    kept, junk, cut, other = prepare([jpeg, with_junk(jpeg), jpeg[:-2], png(smooth())], options)
     assert kept == Prepared(jpeg, KEPT, 48, 32)
     assert outcome(junk) == "re-encoded:bad-structure"
     assert outcome(cut) == "reject:truncated-image"
@@ -148,8 +142,8 @@ def test_structure_keeps_whole_markers_and_mends_broken_ones():
 
 
 def test_no_proof_keeps_any_jpeg_but_still_makes_jpeg_of_the_rest():
-    jpeg = encode_jpeg(photo(), 90)[:-2]
-    kept, other = prepare([jpeg, png(photo())], ImageOptions(proof="none"))
+    jpeg = encode_jpeg(smooth(), 90)[:-2]
+    kept, other = prepare([jpeg, png(smooth())], ImageOptions(proof="none"))
     assert kept == Prepared(jpeg, KEPT, 48, 32)
     assert outcome(other) == "re-encoded:png"
 
@@ -160,7 +154,7 @@ def test_only_the_decode_proof_needs_dali(proof):
         def decode(self, jpegs, sizes):
             raise AssertionError("DALI was asked")
 
-    prepare([encode_jpeg(photo(), 90), png(photo())], ImageOptions(proof=proof), Absent())
+    prepare([encode_jpeg(smooth(), 90), png(smooth())], ImageOptions(proof=proof), Absent())
 
 
 def test_large_pictures_are_taken_a_few_at_a_time(monkeypatch):
@@ -172,6 +166,6 @@ def test_large_pictures_are_taken_a_few_at_a_time(monkeypatch):
             return super().decode(jpegs, sizes)
 
     monkeypatch.setattr("rwkvclip_cli.data.prove.GROUP_PIXELS", 48 * 32 * 3)
-    prepare([encode_jpeg(photo(seed), 90) for seed in range(7)], ImageOptions(), Watching())
+    prepare([encode_jpeg(smooth(seed), 90) for seed in range(7)], ImageOptions(), Watching())
     assert max(counts) == 3
     assert sum(counts) == 7

@@ -1,0 +1,149 @@
+"""WebDataset tars as sources: grouping, compressions, joined and damaged archives."""
+
+import io
+import os
+import tarfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from pack_files import told, write_tar
+
+from rwkvclip_cli.data.samples import Reject, Sample
+from rwkvclip_cli.data.tars import read_tar
+
+PAIRS = [item for n in range(3) for item in ((f"{n}.jpg", bytes([n]) * 700), (f"{n}.txt", b"caption"))]
+ALL = [(f"t.tar:{n}.jpg", ["caption"]) for n in range(3)]
+
+
+def tar(path: Path, **keys: object) -> list[tuple[str, object]]:
+    return told(list(read_tar(str(path), **keys)), path.parent)  # type: ignore[arg-type]
+
+
+def test_a_tar_groups_files_by_their_name_up_to_the_first_dot(tmp_path):
+    files = [
+        ("./000.jpg", b"J"),
+        ("./000.txt", b"a cat\na tabby"),
+        ("a/1.left.png", b"P"),
+        ("a/1.json", b'{"caption": "dotted"}'),
+        ("a/1.cls", b"3"),
+        ("b/1.JPG", b"J"),
+        ("b/1.TXT", b"upper"),
+        ("CREDITS.tsv", b"x"),
+        ("alone.jpg", b"J"),
+        ("README", b"x"),
+        ("orphan.txt", b"x"),
+        ("same.jpg", b"1"),
+        ("same.txt", b"one"),
+        ("same.jpg", b"2"),
+        ("same.txt", b"two"),
+    ]
+    assert tar(write_tar(tmp_path / "t.tar", files)) == [
+        ("t.tar:000.jpg", ["a cat", "a tabby"]),
+        ("t.tar:a/1.left.png", ["dotted"]),
+        ("t.tar:b/1.JPG", ["upper"]),
+        ("t.tar:CREDITS.tsv", "ignored"),
+        ("t.tar:README", "ignored"),
+        ("t.tar:alone.jpg", "missing-caption"),
+        ("t.tar:orphan.txt", "missing-image"),
+        ("t.tar:same.jpg", ["one"]),
+        ("t.tar:same.jpg", ["two"]),
+    ]
+
+
+def test_hidden_files_between_do_not_part_a_sample(tmp_path):
+    files = [("._1.jpg", b"x"), ("1.jpg", b"J"), ("._1.txt", b"x"), ("1.txt", b"text")]  # as macOS packs them
+    assert tar(write_tar(tmp_path / "t.tar", files))[-1] == ("t.tar:1.jpg", ["text"])
+
+
+def test_an_image_key_chooses_among_a_samples_pictures(tmp_path):
+    files = [("1.left.jpg", b"L"), ("1.right.jpg", b"R"), ("1.bin", b"B"), ("1.txt", b"x")]
+    path = write_tar(tmp_path / "t.tar", files)
+    assert tar(path) == [("t.tar:1.left.jpg", ["x"])]
+    assert tar(path, image_key="right.jpg") == [("t.tar:1.right.jpg", ["x"])]
+    assert tar(path, image_key="bin") == [("t.tar:1.bin", ["x"])]
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tars_of_every_compression_and_format(tmp_path, mode, format):
+    long = "long/" * 40
+    files = [*PAIRS, (f"{long[:150]}é.jpg", b"J"), (f"{long[:150]}é.txt", b"long")]
+    found = tar(write_tar(tmp_path / "t.tar", files, mode, format=format))
+    assert found == [*ALL, (f"t.tar:{long[:150]}é.jpg", ["long"])]
+
+
+def test_tars_joined_end_to_end_are_read_to_the_end(tmp_path):
+    first = write_tar(tmp_path / "1.tar", PAIRS[:2]).read_bytes()
+    second = write_tar(tmp_path / "2.tar", PAIRS[2:]).read_bytes()
+    (tmp_path / "t.tar").write_bytes(first + second)
+    assert tar(tmp_path / "t.tar") == ALL
+
+
+# In PAIRS a sample takes 512 + 1024 bytes for its image and 512 + 512 for its caption.
+STRIDE = 2560
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept", "byte"),
+    [
+        (2 * STRIDE + 512 + 100, 2, 2 * STRIDE),
+        (2 * STRIDE + 1536 + 100, 2, 2 * STRIDE + 1536),
+        (STRIDE + 100, 1, STRIDE),
+        (2 * STRIDE, 2, 2 * STRIDE),
+        (2 * STRIDE + 1536, 2, 2 * STRIDE + 1536),
+        (0, 0, 0),
+    ],
+    ids=["in an image", "in a header", "in a sample's header", "between samples", "within a sample", "empty"],
+)
+def test_a_cut_tar_keeps_what_precedes_and_names_the_byte(tmp_path, cut, kept, byte):
+    path = write_tar(tmp_path / "t.tar", PAIRS)
+    path.write_bytes(path.read_bytes()[:cut])
+    *before, last = read_tar(str(path))
+    assert told(before, tmp_path) == ALL[:kept]
+    assert isinstance(last, Reject)
+    assert (last.reason, last.source) == ("damaged-tar", str(path))
+    assert f"at byte {byte:,}" in last.message
+
+
+def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
+    path = write_tar(tmp_path / "t.tar", PAIRS)
+    data = bytearray(path.read_bytes())
+    data[STRIDE : STRIDE + 100] = b"\xff" * 100
+    path.write_bytes(data)
+    *before, last = read_tar(str(path))
+    assert told(before, tmp_path) == ALL[:1]
+    assert isinstance(last, Reject)
+    assert f"at byte {STRIDE:,}" in last.message
+
+
+def test_a_cut_gzip_and_what_is_no_tar_are_rejects(tmp_path):
+    whole = write_tar(tmp_path / "t.tar", [(f"{n}.bin", os.urandom(5000)) for n in range(9)], "w:gz").read_bytes()
+    (tmp_path / "t.tar").write_bytes(whole[: len(whole) // 2])
+    assert told(list(read_tar(str(tmp_path / "t.tar"))), tmp_path)[-1] == ("t.tar", "damaged-tar")
+    (tmp_path / "n.tar").write_bytes(b"no tar at all" * 100)
+    assert tar(tmp_path / "n.tar") == [("n.tar", "damaged-tar")]
+
+
+def test_a_link_in_a_tar_is_a_reject_that_says_so(tmp_path):
+    with tarfile.open(tmp_path / "t.tar", "w") as archive:
+        info = tarfile.TarInfo("1.jpg")
+        info.type, info.linkname = tarfile.LNKTYPE, "0.jpg"
+        archive.addfile(info)
+        text = tarfile.TarInfo("1.txt")
+        text.size = 1
+        archive.addfile(text, io.BytesIO(b"x"))
+    (item,) = read_tar(str(tmp_path / "t.tar"))
+    assert isinstance(item, Reject)
+    assert (item.reason, "--hard-dereference" in item.message) == ("unreadable-image", True)
+
+
+def test_a_long_tar_takes_constant_memory(tmp_path):
+    files = [(f"{n:06}.{suffix}", b"x" * 2000) for n in range(1000) for suffix in ("jpg", "txt")]
+    path = str(write_tar(tmp_path / "t.tar", files))
+    tracemalloc.start()
+    assert sum(isinstance(item, Sample) for item in read_tar(path)) == 1000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # The headers alone, kept, would take more than a million bytes, the files four.
+    assert peak < 300_000

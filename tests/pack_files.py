@@ -1,0 +1,75 @@
+"""What the tests of packing share: small sources, and what was read or written.
+
+>>> folder_of(tmp_path / "imgs", 3)  # 000.jpg, 000.txt, ...
+"""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+from rwkvclip_cli.data.captions import clean_captions
+from rwkvclip_cli.data.images import encode_jpeg
+from rwkvclip_cli.data.output import SUFFIXES
+from rwkvclip_cli.data.samples import REASONS, Item, Reject, Sample, find_captions
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> Path:
+    """Write small files below a folder and return it."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def write_tar(path: Path, files: list[tuple[str, bytes]], mode: str = "w", **options: object) -> Path:
+    """Write a tar of the files in that order."""
+    with tarfile.open(path, mode, **options) as tar:  # type: ignore[call-overload]
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def told(items: list[Item], root: Path) -> list[tuple[str, object]]:
+    """Each item as (source below root, its captions or its reason)."""
+    found: list[tuple[str, object]] = []
+    for item in items:
+        source = item.source.removeprefix(f"{root}/")
+        if isinstance(item, Sample):
+            found.append((source, clean_captions(find_captions(item))))
+        elif isinstance(item, Reject):
+            assert item.reason in REASONS
+            assert item.message
+            found.append((source, item.reason))
+        else:
+            found.append((source, "ignored"))
+    return found
+
+
+def smooth(seed: int = 0, size: tuple[int, int] = (48, 32)) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    """Pixels (height, width, 3) that JPEG takes well, others for each seed."""
+    x, y = np.meshgrid(np.linspace(0, 3, size[0]), np.linspace(0, 2, size[1]))
+    waves = [np.sin(x * (1 + channel) + y + seed) for channel in range(3)]
+    return np.rint(127.5 + 127.5 * np.stack(waves, -1)).astype(np.uint8)
+
+
+def photo(seed: int = 0, size: tuple[int, int] = (48, 32)) -> bytes:
+    """The same as a JPEG."""
+    return encode_jpeg(smooth(seed, size), 90)
+
+
+def folder_of(root: Path, count: int) -> Path:
+    """A folder of `count` photographs with captions."""
+    root.mkdir()
+    for number in range(count):
+        (root / f"{number:03}.jpg").write_bytes(photo(number))
+        (root / f"{number:03}.txt").write_text(f"picture {number}")
+    return root
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {part: out.with_name(out.stem + suffix).read_bytes() for part, suffix in SUFFIXES.items()}
