@@ -103,9 +103,9 @@ def test_noise_raises_the_quality_until_it_is_faithful():
     assert isinstance(result, Prepared)
     assert np.abs(dali_pixels(result.jpeg).astype(int) - noise).mean() <= FAITHFUL_MEAN
     # A smooth picture is faithful at once and stays at the quality asked for.
-    (smooth,) = prepare([png(smooth())], ImageOptions(quality=90))
-    assert isinstance(smooth, Prepared)
-    assert smooth.jpeg == encode_jpeg(smooth(), 90)
+    (easy,) = prepare([png(smooth())], ImageOptions(quality=90))
+    assert isinstance(easy, Prepared)
+    assert easy.jpeg == encode_jpeg(smooth(), 90)
 
 
 def test_a_decoder_that_shows_other_pixels_is_believed_over_the_bytes():
