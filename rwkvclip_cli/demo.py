@@ -103,6 +103,7 @@ def run_demo(folder: Path, keep: bool, recipe: Recipe | None = None) -> dict[str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _prepare(folder, recipe)
+        console.say(f"\n$ cd {shlex.quote(str(folder))}")
         for arguments in commands(recipe, count_visible_gpus()):
             output = _run(arguments, folder, keep)
         found: dict[str, Any] = json.loads(output)
@@ -162,7 +163,7 @@ def _prepare(folder: Path, recipe: Recipe) -> None:
         ("train", recipe.train_scenes, False),
         ("held-out", recipe.held_out_scenes, True),
     ):
-        console.say(f"drawing {count:,} scenes with three captions each into {folder / 'scenes' / name}")
+        console.say(f"drawing {count:,} scenes, each with three captions, into {folder / 'scenes' / name}")
         write_scenes(folder / "scenes" / name, count, seed=recipe.seed, held_out=held_out)
     (folder / "model.json").write_text(json.dumps(MODEL, indent=2) + "\n", encoding="utf-8")
 

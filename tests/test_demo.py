@@ -177,7 +177,7 @@ def test_every_step_runs_for_real(tmp_path: Path, capfd: pytest.CaptureFixture[s
         run_demo(folder, True, recipe)
     shown = capfd.readouterr()
     assert shown.out.startswith("32 held-out pairs, no scene of theirs in training\n")
-    assert [line.split()[2] for line in shown.err.splitlines() if line.startswith("$ ")] == [
+    assert [line.split()[2] for line in shown.err.splitlines() if line.startswith("$ rwkvclip ")] == [
         "pack",
         "pack",
         "nccl-check",
