@@ -190,7 +190,7 @@ def test_every_step_runs_for_real(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 
 def check_the_demo() -> None:
-    done = run_cli("demo", timeout_s=280)
+    done = run_cli("demo", timeout_s=560)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "512 held-out pairs, no scene of theirs in training"
@@ -200,10 +200,12 @@ def check_the_demo() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_demo() -> None:
     check_the_demo()
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)
 def test_the_whole_demo_on_gpus() -> None:
     check_the_demo()
