@@ -89,9 +89,10 @@ class _Supervisor:
             stack.callback(torchrun.wait)
             stack.callback(processes.kill_all_with, FOLDER_VARIABLE, self.folder)
             assert torchrun.stderr is not None
-            self._watch(torchrun, torchrun.stderr.fileno(), listener)
+            pipe = stack.enter_context(torchrun.stderr).fileno()
+            self._watch(torchrun, pipe, listener)
             processes.kill_all_with(FOLDER_VARIABLE, self.folder)
-            self._drain(torchrun.stderr.fileno())
+            self._drain(pipe)
         return self._conclude(torchrun.returncode)
 
     def _watch(self, torchrun: "subprocess.Popen[bytes]", pipe: int, listener: socket.socket | None) -> None:
