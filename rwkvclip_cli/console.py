@@ -92,7 +92,7 @@ class Progress(Protocol):
     """What `progress` yields: call `advance` after each piece of work."""
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Count `count` more units done; `note` is shown beside them (a loss, say)."""
+        """Count `count` more units done; `note` (a loss, say) is shown beside them until the next one."""
 
 
 @contextmanager
@@ -115,22 +115,22 @@ class _PlainProgress:
 
     def __init__(self, total: int | None, what: str, unit: str, done: int) -> None:
         self.total, self.what, self.unit = total, what, unit
-        self.done = self.done_at_start = done
+        self.done = self.done_at_start = self.done_spoken = done
         self.note = ""
         self.started_s = self.spoke_s = time.monotonic()
 
     def advance(self, count: int = 1, note: str = "") -> None:
         self.done += count
-        self.note = note
+        self.note = note or self.note
         if time.monotonic() - self.spoke_s >= PLAIN_LINE_EVERY_S:
             self._speak()
 
     def finish(self) -> None:
-        if self.done > self.done_at_start:
+        if self.done > self.done_spoken:
             self._speak()
 
     def _speak(self) -> None:
-        self.spoke_s = time.monotonic()
+        self.spoke_s, self.done_spoken = time.monotonic(), self.done
         rate = (self.done - self.done_at_start) / max(self.spoke_s - self.started_s, 1e-9)
         line = f"{self.what}: {self.done:,}"
         if self.total is not None:
@@ -158,13 +158,13 @@ def _bar(total: int | None, what: str, unit: str, done: int) -> Iterator[Progres
     )
     with RichProgress(*columns, console=Console(stderr=True)) as rich_progress:
         task = rich_progress.add_task(what, total=total, completed=done, rate="", note="")
-        started_s, counted = time.monotonic(), 0
+        started_s, counted, shown = time.monotonic(), 0, ""
 
         class Bar:
             def advance(self, count: int = 1, note: str = "") -> None:
-                nonlocal counted
-                counted += count
+                nonlocal counted, shown
+                counted, shown = counted + count, note or shown
                 rate = counted / max(time.monotonic() - started_s, 1e-9)
-                rich_progress.update(task, advance=count, rate=f"{rate:,.1f} {unit}/s", note=note)
+                rich_progress.update(task, advance=count, rate=f"{rate:,.1f} {unit}/s", note=shown)
 
         yield Bar()

@@ -10,6 +10,7 @@ and the next epoch's window begins where this one ended, so what is left out mov
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ CROP_ASPECT = (0.8, 1.25)
 EVAL_RESIZE = 256 / 224  # shorter side before the centre crop, as a multiple of the crop
 SHUFFLE_BUFFER = 16_384  # records a rank's reader draws from
 READER = "records"
+OPEN_AHEAD_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class TrainLoader:
             shard=(spec.rank + epoch) % spec.world_size,
             state=state,
         )
+        # The first batches are decoded from here on, while the caller does something else.
+        self._pipe.schedule_run()
 
     def __len__(self) -> int:
         return self.steps
@@ -142,8 +146,10 @@ class TrainLoader:
 
     def batches(self, done: int = 0) -> Iterator[Batch]:
         """Yield the epoch's batches; `done` is how many an earlier run took before `state` was saved."""
-        for _ in range(done, self.steps):
-            images, tokens, records = _run(self._pipe, self.packed, self.spec)
+        for step in range(done, self.steps):
+            images, tokens, records = _take(self._pipe, self.packed, self.spec)
+            if step + 1 < self.steps:
+                self._pipe.schedule_run()
             slots = caption_slots(records, seed=self.spec.seed, epoch=self.epoch, slots=self.packed.captions)
             yield Batch(images, _choose(tokens, slots), records)
 
@@ -159,6 +165,36 @@ class TrainLoader:
             self._folder.cleanup()
 
 
+class EpochLoaders:
+    """The loaders of one epoch after another; the next one is opened in a thread while its predecessor's end is used.
+
+    Opening a pipeline takes seconds on a GPU, which short epochs would pay for at every start.
+    """
+
+    def __init__(self, packed: PackedSet, spec: LoaderSpec, *, epochs: int) -> None:
+        self.packed, self.spec, self.epochs = packed, spec, epochs
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="next-epoch")
+        self._next: Future[TrainLoader] | None = None
+
+    def open(self, epoch: int, state: bytes | None = None) -> TrainLoader:
+        """The loader of an epoch, from the start or a saved position."""
+        if self._next is not None:
+            loader, self._next = self._next.result(), None
+            return loader
+        return TrainLoader(self.packed, self.spec, epoch=epoch, state=state)
+
+    def open_ahead(self, epoch: int, steps_left: int) -> None:
+        """Begin to open the loader behind `epoch` once few of its steps are left; call it at every step."""
+        if self._next is None and epoch + 1 < self.epochs and steps_left <= OPEN_AHEAD_STEPS:
+            self._next = self._thread.submit(TrainLoader, self.packed, self.spec, epoch=epoch + 1)
+
+    def close(self) -> None:
+        """Free a loader that was opened ahead and is not wanted any more."""
+        self._thread.shutdown()
+        if self._next is not None and self._next.exception() is None:
+            self._next.result().close()
+
+
 def eval_batches(packed: PackedSet, spec: LoaderSpec, *, caption_slot: int) -> Iterator[Batch]:
     """Yield every record once, in file order, with one caption slot; the last batch may be short."""
     if caption_slot >= packed.captions:
@@ -167,7 +203,8 @@ def eval_batches(packed: PackedSet, spec: LoaderSpec, *, caption_slot: int) -> I
         )
     pipe = _build(packed, spec, packed.idx, seed=0, shard=0, state=None, training=False)
     for first in range(0, packed.count, spec.batch_size):
-        images, tokens, records = _run(pipe, packed, spec)
+        pipe.schedule_run()
+        images, tokens, records = _take(pipe, packed, spec)
         keep = min(spec.batch_size, packed.count - first)
         yield Batch(images[:keep], tokens[:keep, caption_slot].long(), records[:keep])
 
@@ -248,15 +285,16 @@ def _build(
     return pipe
 
 
-def _run(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tensor, np.ndarray[Any, np.dtype[np.int64]]]:
-    """One batch: images (B, 3, S, S) and label floats (B, captions, T) on the device, ordinals (B,) on the host."""
-    images, labels, places = pipe.run()
+def _take(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tensor, np.ndarray[Any, np.dtype[np.int64]]]:
+    """The next scheduled batch: images (B, 3, S, S) and label floats (B, captions, T) on the device, ordinals (B,).
+
+    Everything is copied, since DALI fills the same memory again as soon as it is released.
+    """
+    images, labels, places = pipe.share_outputs()
     offsets = [int(bytes(np.asarray(places.at(i))).rsplit(b" ", 1)[1]) for i in range(len(places))]
-    host = torch.from_numpy(np.array(labels.as_tensor()))
+    host_labels = torch.from_numpy(np.array(labels.as_tensor()))
     if spec.device_id is None:
-        # A copy: DALI fills the same memory again two batches later.
         device_images = torch.from_numpy(np.array(images.as_tensor()))
-        device_labels = host
     else:
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
@@ -264,8 +302,9 @@ def _run(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tensor
         tensor = images.as_tensor()
         device_images = torch.empty(tensor.shape(), dtype=torch.float32, device=device)
         feed_ndarray(tensor, device_images, cuda_stream=torch.cuda.current_stream(device))
-        device_labels = host.pin_memory().to(device, non_blocking=True)
-    labels_bst = device_labels.view(-1, packed.captions, packed.context_length)
+        host_labels = host_labels.pin_memory().to(device, non_blocking=True)
+    pipe.release_outputs()
+    labels_bst = host_labels.view(-1, packed.captions, packed.context_length)
     return device_images, labels_bst, packed.ordinals(np.array(offsets, dtype=np.int64))
 
 

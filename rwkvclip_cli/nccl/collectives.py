@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rwkvclip_cli.collective import gather_into, reduce_scatter_into
+
 FLOAT32_EXACT = 1 << 24  # all whole numbers up to here are float32 numbers
 RANK_WEIGHTS = 97  # primes: parts that change places by a power of two show
 POSITION_PERIOD = 127
@@ -142,15 +144,6 @@ def _check_broadcast(place: Place, count: int, output: torch.Tensor) -> Wrong | 
     return first_wrong(output, weight(0), 0, position_period(place.world_size))
 
 
-def _all_gather(part: torch.Tensor, output: torch.Tensor) -> None:
-    # torch 2.13 calls it all_gather_single and warns of the other name; earlier ones know the other alone.
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(output, part)
-
-
-def _reduce_scatter(whole: torch.Tensor, output: torch.Tensor) -> None:
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output, whole)
-
-
 # Bus factors: nccl-tests, doc/PERFORMANCE.md.
 COLLECTIVES: Mapping[str, Collective] = {
     "all_reduce": Collective(
@@ -158,13 +151,13 @@ COLLECTIVES: Mapping[str, Collective] = {
     ),
     "all_gather": Collective(
         _start_all_gather,
-        _all_gather,
+        lambda part, output: gather_into(output, part),
         _check_all_gather,
         lambda n: (n - 1) / n,
     ),
     "reduce_scatter": Collective(
         _start_reduce_scatter,
-        _reduce_scatter,
+        lambda whole, output: reduce_scatter_into(output, whole),
         _check_reduce_scatter,
         lambda n: (n - 1) / n,
     ),

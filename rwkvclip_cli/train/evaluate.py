@@ -26,6 +26,7 @@ from rwkvclip_cli.train.loop import autocast
 from rwkvclip_cli.train.run import set_matmul_precision
 
 RECALL_AT = (1, 5, 10)
+SHUFFLES = 20  # permutations that measured chance is a mean of; one alone would hit about once, give or take one
 DIRECTIONS = ("image_to_text", "text_to_image")
 
 
@@ -59,7 +60,7 @@ def _hits(scores: Tensor, targets: Tensor, ks: tuple[int, ...]) -> Tensor:
 def retrieval_metrics(
     image: Tensor,
     text: Tensor,
-    targets: Tensor | None = None,
+    pairings: Tensor | None = None,
     *,
     ks: tuple[int, ...] = RECALL_AT,
     chunk_size: int = 1024,
@@ -68,21 +69,24 @@ def retrieval_metrics(
 
     Args:
         image, text: (N, C), any scale; row i of one belongs to row i of the other.
-        targets: (N,), int64, a permutation that pairs image i with text targets[i]; None is the identity.
+        pairings: (P, N), int64, permutations that pair image i with text pairings[p, i]; the values are means over
+            them. None is the identity alone.
     """
     image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
-    if targets is None:
-        targets = torch.arange(len(image), device=image.device)
+    if pairings is None:
+        pairings = torch.arange(len(image), device=image.device).unsqueeze(0)
     for direction, queries, candidates, right in (
-        (DIRECTIONS[0], image, text, targets),
-        (DIRECTIONS[1], text, image, targets.argsort()),
+        (DIRECTIONS[0], image, text, pairings),
+        (DIRECTIONS[1], text, image, pairings.argsort(dim=1)),
     ):
         hits = torch.zeros(len(ks), dtype=torch.float64, device=image.device)
         for first in range(0, len(queries), chunk_size):
             rows = slice(first, first + chunk_size)
-            hits += _hits(queries[rows] @ candidates.T, right[rows], ks)
+            scores = queries[rows] @ candidates.T
+            for targets in right[:, rows]:
+                hits += _hits(scores, targets, ks)
         for k, count in zip(ks, hits.tolist(), strict=True):
-            yield f"{direction}/recall@{k}", count / len(queries)
+            yield f"{direction}/recall@{k}", count / right.numel()
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,11 @@ def evaluate(config: EvalConfig) -> Retrieval:
     image, text = torch.cat(images), torch.cat(texts)
     if not (torch.isfinite(image).all() and torch.isfinite(text).all()):
         raise RwkvClipError(f"{config.checkpoint}: the model gives embeddings that are not finite numbers")
+    # Scores decide between near equals: they are full float32 whatever the model ran in.
+    set_matmul_precision("fp32")
     # Shuffled pairs: the same model and scores, so what remains is chance, ties and hubs included.
-    shuffled = torch.randperm(packed.count, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.stack([torch.randperm(packed.count, generator=generator) for _ in range(SHUFFLES)]).to(device)
     return Retrieval(
         count=packed.count,
         distinct_captions=len(np.unique(np.concatenate(tokens), axis=0)),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rwkvclip_cli import console
 from rwkvclip_cli.config import TrainConfig
-from rwkvclip_cli.data.loader import Batch, TrainLoader
+from rwkvclip_cli.data.loader import Batch, EpochLoaders, TrainLoader
 from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.distributed import StopVote, process_group, warm_up
 from rwkvclip_cli.train.losses import LOSSES
@@ -90,15 +90,19 @@ def _batches(
     run: Run, position: Position, loader_state: bytes | None, stopwatch: Stopwatch
 ) -> Iterator[tuple[TrainLoader, Batch]]:
     """The batches from `position` to the end of the run, each with the loader of its epoch."""
-    for epoch in range(position.epoch, run.config.epochs):
-        done = position.step_in_epoch
-        with closing(TrainLoader(run.packed, run.spec, epoch=epoch, state=loader_state)) as loader:
+    with closing(EpochLoaders(run.packed, run.spec, epochs=run.config.epochs)) as loaders:
+        for epoch in range(position.epoch, run.config.epochs):
+            done = position.step_in_epoch
+            with stopwatch.waiting():
+                loader = loaders.open(epoch, loader_state)
             loader_state = None
-            batches = loader.batches(done)
-            for _ in range(done, len(loader)):
-                with stopwatch.waiting():
-                    batch = next(batches)
-                yield loader, batch
+            with closing(loader):
+                batches = loader.batches(done)
+                for step in range(done, len(loader)):
+                    loaders.open_ahead(epoch, len(loader) - step)
+                    with stopwatch.waiting():
+                        batch = next(batches)
+                    yield loader, batch
 
 
 def _step(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:

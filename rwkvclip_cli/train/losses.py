@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rwkvclip_cli.collective import gather_into, reduce_scatter_into
 from rwkvclip_cli.console import UsageError
 
 
@@ -106,7 +107,7 @@ def _scores_loss(rows: Tensor, columns: Tensor, scale: Tensor, labels: Tensor) -
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     gathered = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    gather_into(gathered, x.contiguous(), group)
     return gathered
 
 
@@ -123,7 +124,7 @@ class _Gather(torch.autograd.Function):
         grad = grads[0].contiguous()
         if grad.is_cuda:
             own = grad.new_empty((ctx.rows, *grad.shape[1:]))
-            dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+            reduce_scatter_into(own, grad, ctx.group)
         else:
             # gloo's reduce_scatter is this all_reduce inside; asked for directly, it runs on every torch in range.
             grad = grad.clone()

@@ -52,7 +52,10 @@ def test_both_directions_against_a_sorted_matrix(chunk_size: int) -> None:
 def test_shuffled_targets_pair_the_same_rows_in_both_directions() -> None:
     image, order = torch.eye(6), torch.tensor([3, 0, 5, 1, 4, 2])
     text = torch.eye(6)[order.argsort()]  # image i belongs to text order[i]
-    assert set(dict(retrieval_metrics(image, text, order)).values()) == {1.0}
+    assert set(dict(retrieval_metrics(image, text, order.unsqueeze(0))).values()) == {1.0}
+    half = torch.stack([order, torch.arange(6)])
+    # Image 4's own text is its pair in both pairings; the other five are right in the first alone.
+    assert dict(retrieval_metrics(image, text, half))["image_to_text/recall@1"] == pytest.approx((6 + 1) / 12)
 
 
 def test_a_model_that_collapsed_scores_chance() -> None:
