@@ -29,38 +29,93 @@ def wkv6_matrix(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor
 
     Memory is (B, H, T, T) for the scores and a few times (B, T, H, N). Gradients are exact; second ones there are none.
     """
+    if torch.compiler.is_compiling():
+        compiled: Tensor = _compiled_forward(r, k, v, w, u)[0]
+        return compiled
     y: Tensor = _Matrix.apply(r, k, v, w, u)  # type: ignore[no-untyped-call]
     return y
+
+
+def _forward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The result (B, T, H, N) and the scores (G, T, T) that the gradients need."""
+    rkr = _by_head(r, k, r)
+    scores = _scores(rkr, _log_decay(w).exp_())
+    scores.diagonal(dim1=1, dim2=2).copy_((rkr[0] * rkr[1] * _bonus(u, r)).sum(-1))
+    return _by_token(torch.bmm(scores, _by_head(v)[0]), r), scores
+
+
+def _backward(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scores: Tensor, grad_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of r, k, v, w and u, in their shapes and types."""
+    # An autocast region round the backward pass must not lower these sums.
+    with torch.autocast(r.device.type, enabled=False):
+        v_gtn, grad_gtn = _by_head(v, grad_y)
+        grad_v = torch.bmm(scores.transpose(1, 2), grad_gtn)
+        grad_scores = torch.bmm(grad_gtn, v_gtn.transpose(1, 2))
+        log_decay = _log_decay(w)
+        grad_r, grad_k, grad_lw, grad_u = _scores_backward(_by_head(r, k, r), log_decay, _bonus(u, r), grad_scores)
+        grad_w = grad_lw.mul_(log_decay)
+        return (
+            _by_token(grad_r, r),
+            _by_token(grad_k, k),
+            _by_token(grad_v, v),
+            _by_token(grad_w, w),
+            grad_u.view(r.shape[0], *u.shape).sum(0).to(u.dtype),
+        )
 
 
 class _Matrix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
-        rkr = _by_head(r, k, r)
-        scores = _scores(rkr, _log_decay(w).exp_())
-        scores.diagonal(dim1=1, dim2=2).copy_((rkr[0] * rkr[1] * _bonus(u, r)).sum(-1))
+        y, scores = _forward(r, k, v, w, u)
         ctx.save_for_backward(r, k, v, w, u, scores)
-        return _by_token(torch.bmm(scores, _by_head(v)[0]), v).to(r.dtype)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
         r, k, v, w, u, scores = ctx.saved_tensors
-        # An autocast region round the backward pass must not lower these sums.
-        with torch.autocast(r.device.type, enabled=False):
-            v_gtn, grad_gtn = _by_head(v, grad_y)
-            grad_v = torch.bmm(scores.transpose(1, 2), grad_gtn)
-            grad_scores = torch.bmm(grad_gtn, v_gtn.transpose(1, 2))
-            log_decay = _log_decay(w)
-            grad_r, grad_k, grad_lw, grad_u = _scores_backward(_by_head(r, k, r), log_decay, _bonus(u, r), grad_scores)
-            grad_w = grad_lw.mul_(log_decay)
-            return (
-                _by_token(grad_r, r).to(r.dtype),
-                _by_token(grad_k, k).to(k.dtype),
-                _by_token(grad_v, v).to(v.dtype),
-                _by_token(grad_w, w).to(w.dtype),
-                grad_u.view(r.shape[0], *u.shape).sum(0).to(u.dtype),
-            )
+        return _backward(r, k, v, w, u, scores, grad_y)
+
+
+# torch.compile would unroll the tree into thousands of operations; to it, the whole is one. Plain calls keep away from
+# these operators, whose first use loads the compiler.
+@torch.library.custom_op("rwkvclip::wkv6_matrix", mutates_args=())
+def _compiled_forward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    return _forward(r, k, v, w, u)
+
+
+@torch.library.custom_op("rwkvclip::wkv6_matrix_backward", mutates_args=())
+def _compiled_backward(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scores: Tensor, grad_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _backward(r, k, v, w, u, scores, grad_y)
+
+
+@_compiled_forward.register_fake
+def _(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = r.shape
+    return r.new_empty(r.shape), r.new_empty((batch * heads, length, length), dtype=_sum_dtype(r))
+
+
+@_compiled_backward.register_fake
+def _(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scores: Tensor, grad_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return r.new_empty(r.shape), k.new_empty(k.shape), v.new_empty(v.shape), w.new_empty(w.shape), u.new_empty(u.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _differentiate(ctx: Any, grad_y: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+    gradients: tuple[Tensor, ...] = _compiled_backward(*ctx.saved_tensors, grad_y)
+    return gradients
+
+
+_compiled_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _scores(rkr: Tensor, decay: Tensor) -> Tensor:
@@ -200,9 +255,10 @@ def _by_head(*tensors: Tensor) -> Tensor:
 
 
 def _by_token(x: Tensor, like: Tensor) -> Tensor:
-    """(G, T, N) -> (B, T, H, N), the shape of `like`."""
+    """(G, T, N) -> (B, T, H, N), contiguous, in the shape and type of `like`."""
     batch, length, heads, channels = like.shape
-    return x.view(batch, heads, length, channels).transpose(1, 2)
+    out = like.new_empty(like.shape)
+    return out.copy_(x.view(batch, heads, length, channels).transpose(1, 2))
 
 
 def _log_decay(w: Tensor) -> Tensor:
