@@ -26,6 +26,10 @@ SOURCE_FORMATS = ("auto", "folder", "table", "webdataset")
 MAX_PIXELS = 178_956_970  # Pillow's own bound against decompression bombs
 
 
+class MissingOptionError(UsageError):
+    """A required option came neither from the command line nor from the settings file."""
+
+
 def option(
     default: Any = MISSING,
     help: str = "",
@@ -79,7 +83,7 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
         return
     shown = option_name(field) if meta["argument"] else f"--{option_name(field)}"
     if meta["required"] and not value:
-        raise UsageError(f"{shown} is missing: {meta['help']}", hint=f"{shown} PATH")
+        raise MissingOptionError(f"{shown} is missing: {meta['help']}", hint=f"{shown} PATH")
     if meta["choices"] and value not in meta["choices"]:
         near = difflib.get_close_matches(str(value), meta["choices"], 1)
         hint = f"{shown} {near[0]}" if near else ""

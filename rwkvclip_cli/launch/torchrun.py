@@ -11,7 +11,7 @@ from rwkvclip_cli import console
 from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import EXIT_DONE
 from rwkvclip_cli.launch import network, preflight
-from rwkvclip_cli.launch.plan import LaunchPlan, check_options, plan
+from rwkvclip_cli.launch.plan import LaunchPlan, check_options, plan, ranks_here
 from rwkvclip_cli.launch.supervise import supervise
 
 
@@ -21,6 +21,14 @@ def check_usage(config: LaunchConfig, retyped: Callable[..., str]) -> None:
     `retyped` gives the command line with some options changed: `retyped(node_rank=0)`.
     """
     check_options(config, retyped, network.main_address())
+
+
+def check_machine(config: LaunchConfig, *, without_gpu: str) -> None:
+    """Refuse what this machine cannot do, as `start` would, and start nothing."""
+    machine = preflight.survey(config)
+    ranks_here(config, machine.gpus, without_gpu)
+    if config.preflight:
+        preflight.check(config, machine, without_gpu)
 
 
 def start(

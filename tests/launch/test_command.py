@@ -29,7 +29,7 @@ def test_two_nodes_without_an_endpoint_show_what_to_type() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--", "--train-data", "pairs.rec"], "--output is missing"),
+        (["--cpus", "2", "--", "--train-data", "pairs.rec"], "--output is missing"),
         (["--", *TRAIN, "--lr", "fast"], "Invalid value for '--lr'"),
         (["--", *TRAIN, "--learning-rate", "1"], "No such option: --learning-rate"),
         (["--", *TRAIN, "leftover"], "leftover"),
@@ -112,3 +112,25 @@ def test_a_real_run_tells_a_users_mistake_once(tmp_path: Path) -> None:
     assert done.stderr.count("rwkvclip: rank ") == 1
     assert "Traceback" not in done.stderr
     assert "pairs.rec" in done.stderr
+
+
+def test_gpus_that_are_not_there_come_before_missing_train_options(tmp_path: Path) -> None:
+    asked = run_cli("launch", "--gpus", "8", cwd=tmp_path, env=NO_GPU)
+    assert asked.returncode == 3
+    assert "8 GPUs asked" in asked.stderr
+    bare = run_cli("launch", cwd=tmp_path, env=NO_GPU)
+    assert bare.returncode == 3
+    assert bare.stderr.endswith("try: rwkvclip launch --cpus 2\n")
+
+
+def test_a_missing_train_option_is_shown_in_the_whole_command(tmp_path: Path) -> None:
+    done = run_cli("launch", "--cpus", "2", "--", "--output", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith("try: rwkvclip launch --cpus 2 -- --output run --train-data PATH\n")
+
+
+def test_a_dry_run_needs_no_train_options_and_no_gpus(tmp_path: Path) -> None:
+    done = run_cli("launch", "--gpus", "8", "--dry-run", cwd=tmp_path, env=NO_GPU)
+    assert done.returncode == 0
+    assert "--nproc-per-node 8" in done.stdout
+    assert "warning: --output is missing" in done.stderr
