@@ -100,6 +100,9 @@ class TimeMix(nn.Module):
         k, v, r, g = torch.bmm(x_kvrg, weights.to(x.dtype).transpose(1, 2)).unbind(0)
         # The decay is an exponent of an exponent: its sum stays in the parameter's float32.
         w = self.time_decay + (torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2).view(x.shape)
+        if r.dtype == torch.float16:
+            # The result has the type of r, and a sum over many tokens can leave float16's range.
+            r = r.float()
         y = wkv6(r.view(heads), k.view(heads), v.view(heads), w.view(heads), self.time_faaaa)
         y = functional.group_norm(
             y.reshape(-1, width).to(self.ln_x.weight.dtype),
