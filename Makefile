@@ -5,7 +5,6 @@ PYTHON ?= $(shell for v in 3.11 3.12 3.13 3; do python$$v -c 'import sys; sys.ex
 # The release that the tests ran with. On a machine with NVIDIA GPUs the index serves its CUDA build under this name.
 TORCH ?= torch==2.13.0
 JOBS ?= 2
-DEMO ?= demo-run
 
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadgroup
@@ -22,7 +21,8 @@ help:  ## Show this list
 	touch $@
 
 demo: .venv/.ready  ## Pack, check the ranks, train and evaluate on an embedded data set, in three minutes
-	$(BIN)/rwkvclip demo $(DEMO)
+	rm -rf demo-run
+	$(BIN)/rwkvclip demo demo-run
 
 test: lint type  ## Lint, types and a sample of every kind of test (no GPU, no root)
 	$(PYTEST) -m "not slow and not gpu and not multigpu and not cluster"
@@ -47,4 +47,4 @@ bench: .venv/.ready  ## Speed, each figure beside its peer in the same run
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:  ## Remove what the other targets made
-	rm -rf .venv .venv-mxnet $(DEMO) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-mxnet demo-run .pytest_cache .mypy_cache .ruff_cache *.egg-info
