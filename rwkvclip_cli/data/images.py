@@ -192,6 +192,23 @@ def walk_jpeg(data: bytes) -> tuple[int, int]:
     return size
 
 
+def is_common_jpeg(data: bytes) -> bool:
+    """Whether the frame is coded in a way that decoders on CPUs and GPUs agree on: Huffman, sequential or progressive.
+
+    Lossless frames come out of the GPU's decoder as another picture, without an error; arithmetic ones are as rare.
+    Bytes that are no JPEG at all are left for others to judge.
+    """
+    position = 2
+    try:
+        while True:
+            marker, position = _next_marker(data, position)
+            if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+                return marker <= 0xC2
+            position += int.from_bytes(data[position : position + 2], "big")
+    except BadImage:
+        return True
+
+
 def _next_marker(data: bytes, position: int) -> tuple[int, int]:
     if position >= len(data):
         raise BadImage("truncated-image", "ends without an end-of-image marker")

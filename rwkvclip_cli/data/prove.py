@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
-from rwkvclip_cli.data.images import RGB, BadImage, Header, encode_jpeg, read_header, read_rgb, shrink, walk_jpeg
+from rwkvclip_cli.data.images import (
+    RGB,
+    BadImage,
+    Header,
+    encode_jpeg,
+    is_common_jpeg,
+    read_header,
+    read_rgb,
+    shrink,
+    walk_jpeg,
+)
 
 KEPT = "kept"
 RESIZED = "resized"
@@ -180,7 +190,9 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
     """Read the careful pixels and set `why` where the bytes cannot stay; or the result, where no pixels are needed."""
     header = picture.header
     is_long = options.max_side is not None and max(header.width, header.height) > options.max_side
-    if header.is_jpeg and not is_long and options.proof != "decode":
+    if header.is_jpeg and not is_long and not is_common_jpeg(picture.data):
+        picture.why = "re-encoded:rare-jpeg"
+    elif header.is_jpeg and not is_long and options.proof != "decode":
         if options.proof == "none" or _is_whole(picture.data):
             return Prepared(picture.data, KEPT, header.width, header.height)
         picture.why = "re-encoded:bad-structure"
