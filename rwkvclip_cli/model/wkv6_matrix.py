@@ -20,7 +20,8 @@ from torch import Tensor
 
 # exp(-22026) is 0 in float64 too; an infinite exponent would make NaNs of the zeros that it multiplies.
 LARGEST_EXPONENT = 22026.0
-# Below some 400 multiplications a product, torch.bmm leaves the fast library for a loop that is ten times slower.
+# Below some 400 multiplications a product, torch.bmm leaves the fast library for a loop that is ten times slower;
+# products with one or two terms always are.
 FEW_TERMS = 2
 
 
@@ -126,8 +127,11 @@ def _scores(rkr: Tensor, decay: Tensor) -> Tensor:
     scores = decay.new_empty(decay.shape[0], decay.shape[1], decay.shape[1])
     for seam, to_border, from_border in _decays(decay):
         rk_left, kr_right = _factors(rkr, seam, to_border, from_border)
-        products = torch.matmul(rk_left, kr_right.transpose(-1, -2))
-        for corner, product in zip(_corners(scores, seam), products, strict=True):
+        if seam.left == 1:
+            products = (rk_left * kr_right).sum(-1, keepdim=True)
+        else:
+            products = _matmul(rk_left, kr_right.transpose(-1, -2))
+        for corner, product in zip(_corners(scores, seam), products.unbind(0), strict=True):
             corner.copy_(product)
     return scores
 
@@ -136,26 +140,27 @@ def _scores_backward(
     rkr: Tensor, log_decay: Tensor, bonus: Tensor, grad_scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of r, k and the logarithm of the decay, (G, T, N) each, and of the bonus, (G, N)."""
-    r, k, _ = rkr
+    r, k, _ = rkr.unbind(0)
     grad_diagonal = grad_scores.diagonal(dim1=1, dim2=2).unsqueeze(-1)
     grad_bonus = (grad_diagonal * r * k).sum(1)
-    grad_rk = grad_diagonal * bonus * rkr[1:]
+    grad_rk = (grad_diagonal * bonus) * rkr[1:]
     grad_kr = torch.zeros_like(grad_rk)
     grad_lw = torch.zeros_like(log_decay)
     for seam, to_border, from_border in _decays(log_decay.exp()):
         rk_left, kr_right = _factors(rkr, seam, to_border, from_border)
         grad_products = torch.stack(_corners(grad_scores, seam))
-        grad_left = _product(grad_products, kr_right)
-        grad_right = _product(grad_products.transpose(-1, -2), rk_left)
-        _sides(grad_rk, seam)[0].addcmul_(grad_left, to_border)
-        _sides(grad_kr, seam)[1].addcmul_(grad_right, from_border)
+        grad_left = _matmul(grad_products, kr_right)
+        grad_right = _matmul(grad_products.transpose(-1, -2), rk_left)
+        _left(grad_rk, seam).addcmul_(grad_left, to_border)
+        _right(grad_kr, seam).addcmul_(grad_right, from_border)
         # A token's decay counts for the tokens of its own side that are further from the border than itself.
-        lw_left, lw_right = _sides(grad_lw, seam)
         if seam.left > 1:
-            lw_left += _product(_ones(seam.left, lw_left).tril(-1), _dot(grad_left, rk_left))
+            further = torch.ones((seam.left, seam.left), dtype=r.dtype, device=r.device).tril_(-1)
+            _left(grad_lw, seam).add_(_matmul(further, _dot(grad_left, rk_left)))
         if seam.right > 1:
-            lw_right += _product(_ones(seam.right, lw_right).triu(1), _dot(grad_right, kr_right))
-    return grad_rk[0] + grad_kr[1], grad_rk[1] + grad_kr[0], grad_lw, grad_bonus
+            further = torch.ones((seam.right, seam.right), dtype=r.dtype, device=r.device).triu_(1)
+            _right(grad_lw, seam).add_(_matmul(further, _dot(grad_right, kr_right)))
+    return grad_rk[0].add_(grad_kr[1]), grad_rk[1].add_(grad_kr[0]), grad_lw, grad_bonus
 
 
 class Seam(NamedTuple):
@@ -177,8 +182,7 @@ def seams(length: int) -> list[Seam]:
     found = []
     half = 1
     while half < length:
-        # Not divmod: torch.compile cannot trace it.
-        pairs, rest = length // (2 * half), length % (2 * half)
+        pairs, rest = divmod(length, 2 * half)
         if pairs:
             found.append(Seam(half, half, 0, pairs))
         if rest > half:
@@ -195,38 +199,51 @@ def _decays(decay: Tensor) -> Iterator[tuple[Seam, Tensor, Tensor]]:
     to_end = torch.ones_like(decay)  # from a token, itself excluded, to the end of its block
     from_start = torch.ones_like(decay)  # from the start of its block to a token, itself excluded
     for seam in seams(decay.shape[1]):
-        end_left, end_right = _sides(to_end, seam)
-        start_right = _sides(from_start, seam)[1]
+        end_left, end_right, start_right = _left(to_end, seam), _right(to_end, seam), _right(from_start, seam)
         yield seam, end_left, start_right
-        first_left, first_right = (side[:, :, :1] for side in _sides(decay, seam))
-        start_right *= end_left[:, :, :1] * first_left
-        end_left *= end_right[:, :, :1] * first_right
+        if seam.left + seam.right < decay.shape[1]:
+            whole_left = end_left[:, :, :1] * _left(decay, seam)[:, :, :1]
+            whole_right = end_right[:, :, :1] * _right(decay, seam)[:, :, :1]
+            start_right.mul_(whole_left)
+            end_left.mul_(whole_right)
 
 
-def _sides(x: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
-    """Views of the tokens left and right of a seam's borders: (..., T, N) -> (..., P, L, N), (..., P, R, N)."""
-    size = seam.left + seam.right
-    blocks = x.narrow(-2, seam.start, seam.pairs * size).unflatten(-2, (seam.pairs, size))
-    return blocks.narrow(-2, 0, seam.left), blocks.narrow(-2, seam.left, seam.right)
+def _left(x: Tensor, seam: Seam) -> Tensor:
+    """A view of the tokens left of a seam's borders: (..., T, N) -> (..., P, L, N)."""
+    return _rows(x, seam.start, seam.left, seam)
+
+
+def _right(x: Tensor, seam: Seam) -> Tensor:
+    """A view of the tokens right of a seam's borders: (..., T, N) -> (..., P, R, N)."""
+    return _rows(x, seam.start + seam.left, seam.right, seam)
+
+
+def _rows(x: Tensor, first: int, count: int, seam: Seam) -> Tensor:
+    # One step where narrow and unflatten take four: at small sizes the views cost more than the arithmetic.
+    *outer, token, channel = x.stride()
+    size = (*x.shape[:-2], seam.pairs, count, x.shape[-1])
+    stride = (*outer, token * (seam.left + seam.right), token, channel)
+    return x.as_strided(size, stride, x.storage_offset() + first * token)
 
 
 def _corners(scores: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
     """Views of a seam's scores, (G, P, L, R) each: of what left tokens receive, then of what right ones receive."""
-    size = seam.left + seam.right
-    tiles = scores.narrow(1, seam.start, seam.pairs * size).narrow(2, seam.start, seam.pairs * size)
-    tiles = tiles.unflatten(2, (seam.pairs, size)).unflatten(1, (seam.pairs, size))
-    blocks = tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    return blocks[:, :, : seam.left, seam.left :], blocks[:, :, seam.left :, : seam.left].transpose(2, 3)
+    matrix, row, column = scores.stride()
+    size = (scores.shape[0], seam.pairs, seam.left, seam.right)
+    pair = (seam.left + seam.right) * (row + column)
+    first = scores.storage_offset() + seam.start * (row + column)
+    return (
+        scores.as_strided(size, (matrix, pair, row, column), first + seam.left * column),
+        scores.as_strided(size, (matrix, pair, column, row), first + seam.left * row),
+    )
 
 
 def _factors(rkr: Tensor, seam: Seam, to_border: Tensor, from_border: Tensor) -> tuple[Tensor, Tensor]:
     """What a seam's scores are products of: r and k of left tokens, k and r of right ones, decayed to the border."""
-    rk_left, kr_right = _sides(rkr[:2], seam)[0], _sides(rkr[1:], seam)[1]
-    # Next to the border nothing lies between, and half of all passes over small blocks are saved.
-    return (
-        rk_left if seam.left == 1 else rk_left * to_border,
-        kr_right if seam.right == 1 else kr_right * from_border,
-    )
+    rk_left, kr_right = _left(rkr[:2], seam), _right(rkr[1:], seam)
+    if seam.left == 1:  # then so is the right: both lie at the border, and nothing lies between
+        return rk_left, kr_right
+    return rk_left * to_border, kr_right * from_border
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -234,11 +251,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a[0] * b[0]).addcmul_(a[1], b[1])
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product a @ b, term by term where there are few."""
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product a @ b, term by term where they are few."""
     terms = a.shape[-1]
     if terms > FEW_TERMS:
-        return torch.matmul(a, b)
+        outer = b.shape[:-2]
+        left = a.expand(b[..., 0, 0].numel(), *a.shape) if a.ndim == 2 else a.flatten(0, -3)
+        return torch.bmm(left, b.flatten(0, -3)).view(*outer, a.shape[-2], b.shape[-1])
     total = a[..., :1] * b[..., :1, :]
     for term in range(1, terms):
         total.addcmul_(a[..., term : term + 1], b[..., term : term + 1, :])
@@ -269,10 +288,6 @@ def _log_decay(w: Tensor) -> Tensor:
 def _bonus(u: Tensor, like: Tensor) -> Tensor:
     """(H, N) -> (G, 1, N) in the type of the sums."""
     return u.to(_sum_dtype(like)).repeat(like.shape[0], 1).unsqueeze(1)
-
-
-def _ones(size: int, like: Tensor) -> Tensor:
-    return torch.ones((size, size), dtype=like.dtype, device=like.device)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
