@@ -6,6 +6,7 @@ Ranks agree on what comes next through the key-value store, so that a broken col
 verdict from arriving.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ SAME_HINT = "the same options of rwkvclip nccl-check on every node, --node-rank 
 WRONG_HINT = "NCCL_P2P_DISABLE=1 rwkvclip nccl-check, which tells a faulty link between GPUs from other causes"
 SLOW_HINT = "NCCL_DEBUG=INFO rwkvclip nccl-check, which shows the transports that NCCL chose"
 WARM_UPS = 2
+LEAVE_S = 10.0
 BEYOND_WATCH_S = 30.0  # torch's own timeouts come after the watch has named the silent rank
 
 
@@ -54,20 +56,33 @@ def run(options: NcclCheckConfig, sizes: list[int], collectives: Mapping[str, Co
         ranks, tasks = _introduce(options, sizes, place, store, watch)
         failure, hint = _agree(place, store, "start", *(different_tasks(tasks) or different_versions(ranks)))
         if failure:
-            return Report(options.op, options.backend, ranks, (), failure, hint)
-        watch.phase("connecting")
-        dist.init_process_group(
-            options.backend,
-            store=PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=patience,
-            device_id=place.device if place.device.type == "cuda" else None,
-        )
-        try:
-            return _sweep(options, sizes, collectives[options.op], place, store, watch, ranks)
-        finally:
-            dist.destroy_process_group()
+            report = Report(options.op, options.backend, ranks, (), failure, hint)
+        else:
+            watch.phase("connecting")
+            dist.init_process_group(
+                options.backend,
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=patience,
+                device_id=place.device if place.device.type == "cuda" else None,
+            )
+            try:
+                report = _sweep(options, sizes, collectives[options.op], place, store, watch, ranks)
+            finally:
+                dist.destroy_process_group()
+        _leave_last(place, store)
+        return report
+
+
+def _leave_last(place: Place, store: Store) -> None:
+    """Keep rank 0, whose process may hold the store, until the others have read its last verdict."""
+    if place.rank:
+        store.set(f"left/{place.rank}", "")
+        return
+    others = [f"left/{rank}" for rank in range(1, place.world_size)]
+    with contextlib.suppress(RuntimeError):  # a rank that died meanwhile is torchrun's to report
+        store.wait(others, timedelta(seconds=LEAVE_S))
 
 
 def _second_connection(timeout: timedelta) -> Store:
