@@ -1,6 +1,6 @@
 """The layers of both towers: WKV6 attention over tokens, then a mix over channels, each on a residual stream.
 
-    >>> block = Block(Geometry(width=64, heads=2, hidden=224, layers=2, eps=64e-5), layer=0, kind="text")
+    >>> block = Block(Geometry(width=64, heads=2, hidden=224, layers=2, norm_eps=64e-5), layer=0, kind="text")
 
 Legend: B batch, T tokens, C channels of the stream, H heads, N = C / H channels of a head, F hidden channels.
 Source: Gu et al., "RWKV-CLIP" (arXiv 2406.06973); WKV6 attention is Peng et al., "Eagle and Finch" (arXiv 2404.05892).

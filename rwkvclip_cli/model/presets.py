@@ -155,7 +155,7 @@ def _require_divisible(whole_name: str, whole: int, part_name: str, part: int) -
     _require(part >= 1 and whole % part == 0, part_name, f"must divide {whole_name} ({whole})", part)
 
 
-# Zhai et al., "RWKV-CLIP: A Robust Vision-Language Representation Learner" (arXiv 2406.06973): the YFCC15M recipe.
+# Gu et al., "RWKV-CLIP: A Robust Vision-Language Representation Learner" (arXiv 2406.06973): the YFCC15M recipe.
 _B32: dict[str, Any] = {
     "input_size": 224,
     "image_depth": 12,

@@ -2,7 +2,7 @@
 
     >>> neighbours = shift_text(x_btc, heads=10)
 
-Legend: B batch, T tokens, C channels, H x W the grid of patches (T = H * W, row by row).
+Legend: B batch, T tokens, C channels. Source: the shift of Duan et al., "Vision-RWKV" (arXiv 2403.02308), head by head.
 """
 
 from typing import Any

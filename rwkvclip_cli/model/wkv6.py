@@ -3,7 +3,7 @@
     >>> y = wkv6(r, k, v, w, u)
 
 Legend: B batch, T tokens, H heads, N channels of a head.
-Source: Peng et al., "Eagle and Finch" (arXiv 2404.05892), equation 19, run from both ends of the sequence.
+Source: Peng et al., "Eagle and Finch" (arXiv 2404.05892), run from both ends of the sequence.
 """
 
 from collections.abc import Callable

@@ -39,9 +39,9 @@ def wkv6_matrix(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor
 
 def _forward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The result (B, T, H, N) and the scores (G, T, T) that the gradients need."""
-    rkr = _by_head(r, k, r)
-    scores = _scores(rkr, _log_decay(w).exp_())
-    scores.diagonal(dim1=1, dim2=2).copy_((rkr[0] * rkr[1] * _bonus(u, r)).sum(-1))
+    rk = _by_head(r, k)
+    scores = _scores(rk, _log_decay(w).exp_())
+    scores.diagonal(dim1=1, dim2=2).copy_((rk[0] * _bonus(u, r)).mul_(rk[1]).sum(-1))
     return _by_token(torch.bmm(scores, _by_head(v)[0]), r), scores
 
 
@@ -55,7 +55,7 @@ def _backward(
         grad_v = torch.bmm(scores.transpose(1, 2), grad_gtn)
         grad_scores = torch.bmm(grad_gtn, v_gtn.transpose(1, 2))
         log_decay = _log_decay(w)
-        grad_r, grad_k, grad_lw, grad_u = _scores_backward(_by_head(r, k, r), log_decay, _bonus(u, r), grad_scores)
+        grad_r, grad_k, grad_lw, grad_u = _scores_backward(_by_head(r, k), log_decay, _bonus(u, r), grad_scores)
         grad_w = grad_lw.mul_(log_decay)
         return (
             _by_token(grad_r, r),
@@ -119,14 +119,14 @@ def _differentiate(ctx: Any, grad_y: Tensor, _: Tensor | None) -> tuple[Tensor, 
 _compiled_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _scores(rkr: Tensor, decay: Tensor) -> Tensor:
-    """The score of every ordered pair of different tokens: (3, G, T, N), (G, T, N) -> (G, T, T), diagonal unset.
+def _scores(rk: Tensor, decay: Tensor) -> Tensor:
+    """The score of every ordered pair of different tokens: (2, G, T, N), (G, T, N) -> (G, T, T), diagonal unset.
 
-    `rkr` holds r, k and r again, so that a slice of two is (r, k) for the left tokens and (k, r) for the right ones.
+    `rk` is r and k. Left tokens' r meets right tokens' k, and the other way round.
     """
     scores = decay.new_empty(decay.shape[0], decay.shape[1], decay.shape[1])
     for seam, to_border, from_border in _decays(decay):
-        rk_left, kr_right = _factors(rkr, seam, to_border, from_border)
+        rk_left, kr_right = _factors(rk, seam, to_border, from_border)
         if seam.left == 1:
             products = (rk_left * kr_right).sum(-1, keepdim=True)
         else:
@@ -137,22 +137,25 @@ def _scores(rkr: Tensor, decay: Tensor) -> Tensor:
 
 
 def _scores_backward(
-    rkr: Tensor, log_decay: Tensor, bonus: Tensor, grad_scores: Tensor
+    rk: Tensor, log_decay: Tensor, bonus: Tensor, grad_scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of r, k and the logarithm of the decay, (G, T, N) each, and of the bonus, (G, N)."""
-    r, k, _ = rkr.unbind(0)
+    r, k = rk.unbind(0)
     grad_diagonal = grad_scores.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-    grad_bonus = (grad_diagonal * r * k).sum(1)
-    grad_rk = (grad_diagonal * bonus) * rkr[1:]
-    grad_kr = torch.zeros_like(grad_rk)
+    grad_bonus = (grad_diagonal * r).mul_(k).sum(1)
+    grad_own = grad_diagonal * bonus
+    grad_rk = torch.empty_like(rk)
+    torch.mul(grad_own, k, out=grad_rk[0])
+    torch.mul(grad_own, r, out=grad_rk[1])
     grad_lw = torch.zeros_like(log_decay)
     for seam, to_border, from_border in _decays(log_decay.exp()):
-        rk_left, kr_right = _factors(rkr, seam, to_border, from_border)
+        rk_left, kr_right = _factors(rk, seam, to_border, from_border)
         grad_products = torch.stack(_corners(grad_scores, seam))
         grad_left = _matmul(grad_products, kr_right)
         grad_right = _matmul(grad_products.transpose(-1, -2), rk_left)
         _left(grad_rk, seam).addcmul_(grad_left, to_border)
-        _right(grad_kr, seam).addcmul_(grad_right, from_border)
+        for grad, part in zip(_right(grad_rk, seam).unbind(0), (grad_right[1], grad_right[0]), strict=True):
+            grad.addcmul_(part, from_border)
         # A token's decay counts for the tokens of its own side that are further from the border than itself.
         if seam.left > 1:
             further = torch.ones((seam.left, seam.left), dtype=r.dtype, device=r.device).tril_(-1)
@@ -160,7 +163,7 @@ def _scores_backward(
         if seam.right > 1:
             further = torch.ones((seam.right, seam.right), dtype=r.dtype, device=r.device).triu_(1)
             _right(grad_lw, seam).add_(_matmul(further, _dot(grad_right, kr_right)))
-    return grad_rk[0].add_(grad_kr[1]), grad_rk[1].add_(grad_kr[0]), grad_lw, grad_bonus
+    return grad_rk[0], grad_rk[1], grad_lw, grad_bonus
 
 
 class Seam(NamedTuple):
@@ -238,12 +241,14 @@ def _corners(scores: Tensor, seam: Seam) -> tuple[Tensor, Tensor]:
     )
 
 
-def _factors(rkr: Tensor, seam: Seam, to_border: Tensor, from_border: Tensor) -> tuple[Tensor, Tensor]:
+def _factors(rk: Tensor, seam: Seam, to_border: Tensor, from_border: Tensor) -> tuple[Tensor, Tensor]:
     """What a seam's scores are products of: r and k of left tokens, k and r of right ones, decayed to the border."""
-    rk_left, kr_right = _left(rkr[:2], seam), _right(rkr[1:], seam)
-    if seam.left == 1:  # then so is the right: both lie at the border, and nothing lies between
-        return rk_left, kr_right
-    return rk_left * to_border, kr_right * from_border
+    left, right = _left(rk, seam), _right(rk, seam)
+    kr_right = right.new_empty(right.shape)
+    torch.mul(right[1], from_border, out=kr_right[0])
+    torch.mul(right[0], from_border, out=kr_right[1])
+    # Two single tokens lie at the border, and nothing between.
+    return left if seam.left == 1 else left * to_border, kr_right
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
