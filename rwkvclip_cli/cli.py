@@ -205,7 +205,7 @@ def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]
 
 @command("pack", config.PackConfig, "Pack images with captions into a RecordIO data set, every record proved to train.")
 def _pack(options: config.PackConfig) -> None:
-    from rwkvclip_cli.data.pack import pack
+    from rwkvclip_cli.data.packing.pack import pack
 
     summary = pack(options)
     if options.json:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from rwkvclip_cli.data.captions import clean_captions
-from rwkvclip_cli.data.images import encode_jpeg
-from rwkvclip_cli.data.output import SUFFIXES
-from rwkvclip_cli.data.samples import REASONS, Item, Reject, Sample, find_captions
+from rwkvclip_cli.data.packing.images import encode_jpeg
+from rwkvclip_cli.data.packing.output import SUFFIXES
+from rwkvclip_cli.data.packing.samples import REASONS, Item, Reject, Sample, find_captions
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> Path:

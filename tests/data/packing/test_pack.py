@@ -17,14 +17,14 @@ from PIL import Image
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UnableError, UsageError
-from rwkvclip_cli.data import pool
 from rwkvclip_cli.data.captions import Tokenizer
-from rwkvclip_cli.data.images import read_rgb
-from rwkvclip_cli.data.output import SUFFIXES
-from rwkvclip_cli.data.pack import PackSummary, pack
+from rwkvclip_cli.data.packing import pool
+from rwkvclip_cli.data.packing.images import read_rgb
+from rwkvclip_cli.data.packing.output import SUFFIXES
+from rwkvclip_cli.data.packing.pack import PackSummary, pack
+from rwkvclip_cli.data.packing.samples import REASONS, Reject, Sample
+from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions, pack_samples
 from rwkvclip_cli.data.recordio import RecordReader
-from rwkvclip_cli.data.samples import REASONS, Reject, Sample
-from rwkvclip_cli.data.worker import Packed, WorkerOptions, pack_samples
 
 HERE = Path(__file__).parent
 # A few of each fate, none of them large.
@@ -74,7 +74,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (images / "long.json").write_text(json.dumps({"captions": ["word " * 100, "b", "c", "d", "e"]}))
     rows = ["image,caption", "imgs/cat_two_jpegs.jpg,NA", "imgs/none.jpg,gone", "imgs/cat_exif6.png,None"]
     (root / "pairs.csv").write_text("\n".join(rows))
-    (root / "demo.tar").write_bytes((HERE / "demo.tar").read_bytes())
+    (root / "demo.tar").write_bytes((HERE.parent / "demo.tar").read_bytes())
     return root
 
 
@@ -238,7 +238,7 @@ def test_pack_works_in_a_script_without_a_main_guard(tmp_path):
     source = folder_of(tmp_path / "imgs", 2)
     script = tmp_path / "script.py"
     script.write_text(
-        "from rwkvclip_cli.config import PackConfig\nfrom rwkvclip_cli.data.pack import pack\n"
+        "from rwkvclip_cli.config import PackConfig\nfrom rwkvclip_cli.data.packing.pack import pack\n"
         f"print(pack(PackConfig(sources=({str(source)!r},), out={str(tmp_path / 'out.rec')!r}, workers=1)).count)\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
@@ -313,9 +313,9 @@ def test_where_nothing_can_be_packed_the_error_says_why_and_nothing_stays(tmp_pa
 
 
 def test_a_picture_that_no_record_holds_is_a_reject(monkeypatch):
-    monkeypatch.setattr("rwkvclip_cli.data.worker.MAX_PAYLOAD_BYTES", 24 + 4 * 231 + len(photo()))
+    monkeypatch.setattr("rwkvclip_cli.data.packing.worker.MAX_PAYLOAD_BYTES", 24 + 4 * 231 + len(photo()))
     assert isinstance(pack_samples([Sample("a", photo(), ("x",))], WorkerOptions())[0], Packed)
-    monkeypatch.setattr("rwkvclip_cli.data.worker.MAX_PAYLOAD_BYTES", 24 + 4 * 231 + len(photo()) - 1)
+    monkeypatch.setattr("rwkvclip_cli.data.packing.worker.MAX_PAYLOAD_BYTES", 24 + 4 * 231 + len(photo()) - 1)
     (reject,) = pack_samples([Sample("a", photo(), ("x",))], WorkerOptions())
     assert isinstance(reject, Reject)
     assert reject.reason == "too-large"
@@ -352,7 +352,7 @@ from array import array
 from pathlib import Path
 root, kind, records, rec, idx = sys.argv[1:]
 sys.path.insert(0, root)
-from rwkvclip_cli.data.writers import open_writer
+from rwkvclip_cli.data.packing.writers import open_writer
 with open_writer(kind, Path(rec), Path(idx)) as writer:
     for line in Path(records).read_text().splitlines():
         labels, image = line.split("\\t")
@@ -366,7 +366,7 @@ def test_the_real_mxnet_writes_the_same_bytes(run_mxnet, tmp_path):
     labels = Tokenizer().tokenize_slots(["a cat"], 3)
     lines = [" ".join(map(str, labels)) + "\t" + image.hex() for image in images]
     (tmp_path / "records").write_text("\n".join(lines))
-    root = Path(pool.__file__).parents[2]
+    root = Path(pool.__file__).parents[3]
     for kind in ("native", "mxnet"):
         files = [tmp_path / f"{kind}.{suffix}" for suffix in ("rec", "idx")]
         run_mxnet(WRITE, root, kind, tmp_path / "records", *files)

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from rwkvclip_cli.data.samples import Ignored, Item, Reject, Sample
-from rwkvclip_cli.data.worker import Packed, WorkerOptions
+from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
+from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 
 Outcome = Packed | Reject | Ignored
 
@@ -32,7 +32,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 # A plain child rather than multiprocessing's: that one would run the caller's script again (spawn) or copy DALI's
 # threads (fork).
-START = "import sys; sys.path[:] = {path!r}; from rwkvclip_cli.data.worker import main; main({descriptor})"
+START = "import sys; sys.path[:] = {path!r}; from rwkvclip_cli.data.packing.worker import main; main({descriptor})"
 
 
 @dataclass

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data import drawing, scenes
-from rwkvclip_cli.data.scenes import Figure, Scene, captioned_scenes, describe, random_scene, write_scenes
+from rwkvclip_cli.demo import drawing, scenes
+from rwkvclip_cli.demo.scenes import Figure, Scene, captioned_scenes, describe, random_scene, write_scenes
 
 STAR, RING = Figure("star", "red", "small"), Figure("ring", "blue", "large")
 STACKED = Scene("stacked", (STAR, RING), 2, "yellow", "dotted")

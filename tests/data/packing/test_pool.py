@@ -5,16 +5,16 @@ from collections.abc import Iterator
 import pytest
 from pack_files import photo
 
-from rwkvclip_cli.data import pool
-from rwkvclip_cli.data.pool import Pool
-from rwkvclip_cli.data.samples import Ignored, Reject, Sample
-from rwkvclip_cli.data.worker import Packed, WorkerOptions
+from rwkvclip_cli.data.packing import pool
+from rwkvclip_cli.data.packing.pool import Pool
+from rwkvclip_cli.data.packing.samples import Ignored, Reject, Sample
+from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 
 # What a worker's process runs instead, before it serves: a decoder that the bytes "POISON" kill.
 POISONED = """
 import os, sys
 sys.path[:] = {path!r}
-import rwkvclip_cli.data.worker as worker
+import rwkvclip_cli.data.packing.worker as worker
 prepare = worker.prepare
 def poisoned(pictures, *arguments):
     if any(b"POISON" in picture for picture in pictures):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from helpers import run_cli
 
-from rwkvclip_cli import demo
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.captions import Tokenizer
-from rwkvclip_cli.data.scenes import Figure, Scene, captioned_scenes, describe, write_scenes
-from rwkvclip_cli.demo import MODEL, Recipe, commands, run_demo, table
+from rwkvclip_cli.demo import run as demo
+from rwkvclip_cli.demo.run import MODEL, Recipe, commands, run_demo, table
+from rwkvclip_cli.demo.scenes import Figure, Scene, captioned_scenes, describe, write_scenes
 
 LEARNT: dict[str, Any] = {
     "count": 512,

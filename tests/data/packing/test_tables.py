@@ -7,9 +7,9 @@ import pytest
 from pack_files import told
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.samples import Reject, Sample
-from rwkvclip_cli.data.sources import SourceOptions, find_sources
-from rwkvclip_cli.data.tables import read_table
+from rwkvclip_cli.data.packing.samples import Reject, Sample
+from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources
+from rwkvclip_cli.data.packing.tables import read_table
 
 
 def table(path: Path, content: str | bytes, **keys: object) -> list[tuple[str, object]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.drawing import COLORS, PATTERNS, SIZES, THINGS, draw
+from rwkvclip_cli.demo.drawing import COLORS, PATTERNS, SIZES, THINGS, draw
 
 JPEG_QUALITY = 90
 HELD_OUT_SHARE = 8  # one combination in eight is kept from training

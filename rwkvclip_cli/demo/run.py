@@ -20,7 +20,7 @@ from typing import Any
 
 from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.scenes import write_scenes
+from rwkvclip_cli.demo.scenes import write_scenes
 from rwkvclip_cli.launch.gpus import count_visible_gpus
 from rwkvclip_cli.launch.lifeline import tie_to
 

@@ -10,15 +10,15 @@ from pack_files import told, write, write_tar
 
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.captions import clean_captions
-from rwkvclip_cli.data.estimate import estimate_inputs
-from rwkvclip_cli.data.samples import (
+from rwkvclip_cli.data.packing.estimate import estimate_inputs
+from rwkvclip_cli.data.packing.samples import (
     BadCaptions,
     Sample,
     Sidecar,
     find_captions,
     printable,
 )
-from rwkvclip_cli.data.sources import SourceOptions, find_sources, read_folder, read_sources
+from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources, read_folder, read_sources
 
 
 def folder(root: Path, **options: object) -> list[tuple[str, object]]:

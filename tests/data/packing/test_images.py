@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageCms
 
-from rwkvclip_cli.data.images import (
+from rwkvclip_cli.data.packing.images import (
     MAX_JPEG_SIDE,
     BadImage,
     encode_jpeg,

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.samples import DEFAULT_CAPTION_KEYS, DEFAULT_IMAGE_KEYS, Item, Reject, Sample, captions_in, texts
+from rwkvclip_cli.data.packing.samples import (
+    DEFAULT_CAPTION_KEYS,
+    DEFAULT_IMAGE_KEYS,
+    Item,
+    Reject,
+    Sample,
+    captions_in,
+    texts,
+)
 
 MAX_CELL_CHARACTERS = 2**27
 SHOWN_CHARACTERS = 200

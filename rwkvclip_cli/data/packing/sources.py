@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.samples import Item, Reject, Sample, Sidecar, sidecar_kind
+from rwkvclip_cli.data.packing.samples import Item, Reject, Sample, Sidecar, sidecar_kind
 
 
 @dataclass(frozen=True)
@@ -183,19 +183,19 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _read_table(path: str, options: SourceOptions) -> Iterator[Item]:
-    from rwkvclip_cli.data.tables import read_table
+    from rwkvclip_cli.data.packing.tables import read_table
 
     return read_table(path, options.image_key, options.caption_keys)
 
 
 def _check_table(path: str, options: SourceOptions) -> None:
-    from rwkvclip_cli.data.tables import check_table
+    from rwkvclip_cli.data.packing.tables import check_table
 
     check_table(path, options.image_key, options.caption_keys)
 
 
 def _read_tars(path: str, options: SourceOptions) -> Iterator[Item]:
-    from rwkvclip_cli.data.tars import read_tar
+    from rwkvclip_cli.data.packing.tars import read_tar
 
     for tar in tars_of(path):
         yield from read_tar(tar, options.image_key, options.caption_keys)

@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from rwkvclip_cli.data.samples import Ignored
-from rwkvclip_cli.data.sources import SourceOptions, read_folder, tars_of
-from rwkvclip_cli.data.tars import count_samples
+from rwkvclip_cli.data.packing.samples import Ignored
+from rwkvclip_cli.data.packing.sources import SourceOptions, read_folder, tars_of
+from rwkvclip_cli.data.packing.tars import count_samples
 
 BUDGET_S = 2.0
 BLOCK_BYTES = 1 << 20

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
-from rwkvclip_cli.data.images import BadImage, read_file
-from rwkvclip_cli.data.prove import Decoder, ImageOptions, prepare
+from rwkvclip_cli.data.packing.images import BadImage, read_file
+from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
+from rwkvclip_cli.data.packing.samples import BadCaptions, Reject, Sample, find_captions
 from rwkvclip_cli.data.recordio import MAX_PAYLOAD_BYTES
-from rwkvclip_cli.data.samples import BadCaptions, Reject, Sample, find_captions
 
 RECORD_HEADER_BYTES = 24
 LOG_BYTES = 1 << 20

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pack_files import told, write_tar
 
-from rwkvclip_cli.data.samples import Reject, Sample
-from rwkvclip_cli.data.tars import read_tar
+from rwkvclip_cli.data.packing.samples import Reject, Sample
+from rwkvclip_cli.data.packing.tars import read_tar
 
 PAIRS = [item for n in range(3) for item in ((f"{n}.jpg", bytes([n]) * 700), (f"{n}.txt", b"caption"))]
 ALL = [(f"t.tar:{n}.jpg", ["caption"]) for n in range(3)]

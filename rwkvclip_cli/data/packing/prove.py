@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
-from rwkvclip_cli.data.images import (
+from rwkvclip_cli.data.packing.images import (
     RGB,
     BadImage,
     Header,

@@ -18,14 +18,14 @@ from typing import Any
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress
 from rwkvclip_cli.data.captions import Tokenizer
-from rwkvclip_cli.data.estimate import estimate_inputs
-from rwkvclip_cli.data.output import OutputSet, check_target
-from rwkvclip_cli.data.pool import Outcome, Pool
-from rwkvclip_cli.data.prove import ImageOptions
-from rwkvclip_cli.data.samples import Ignored, Reject, printable
-from rwkvclip_cli.data.sources import SourceOptions, find_sources, read_sources
-from rwkvclip_cli.data.worker import Packed, WorkerOptions
-from rwkvclip_cli.data.writers import Writer, open_writer
+from rwkvclip_cli.data.packing.estimate import estimate_inputs
+from rwkvclip_cli.data.packing.output import OutputSet, check_target
+from rwkvclip_cli.data.packing.pool import Outcome, Pool
+from rwkvclip_cli.data.packing.prove import ImageOptions
+from rwkvclip_cli.data.packing.samples import Ignored, Reject, printable
+from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources, read_sources
+from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
+from rwkvclip_cli.data.packing.writers import Writer, open_writer
 
 FORMAT_VERSION = 1
 HASH_EVERY_RECORDS = 256

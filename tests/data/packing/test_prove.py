@@ -11,8 +11,8 @@ from nvidia.dali import Pipeline, fn, types
 from pack_files import smooth
 from PIL import Image
 
-from rwkvclip_cli.data.images import BadImage, encode_jpeg, read_rgb
-from rwkvclip_cli.data.prove import FAITHFUL_MEAN, KEPT, RESIZED, Decoder, ImageOptions, Prepared, prepare
+from rwkvclip_cli.data.packing.images import BadImage, encode_jpeg, read_rgb
+from rwkvclip_cli.data.packing.prove import FAITHFUL_MEAN, KEPT, RESIZED, Decoder, ImageOptions, Prepared, prepare
 
 FOLDER = Path(__file__).parent
 WEIRD = {
@@ -165,7 +165,7 @@ def test_large_pictures_are_taken_a_few_at_a_time(monkeypatch):
             counts.append(len(jpegs))
             return super().decode(jpegs, sizes)
 
-    monkeypatch.setattr("rwkvclip_cli.data.prove.GROUP_PIXELS", 48 * 32 * 3)
+    monkeypatch.setattr("rwkvclip_cli.data.packing.prove.GROUP_PIXELS", 48 * 32 * 3)
     prepare([encode_jpeg(smooth(seed), 90) for seed in range(7)], ImageOptions(), Watching())
     assert max(counts) == 3
     assert sum(counts) == 7

@@ -15,13 +15,13 @@ from pack_files import files_of, folder_of
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError
-from rwkvclip_cli.data.output import SUFFIXES, OutputSet
-from rwkvclip_cli.data.pack import pack
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
+from rwkvclip_cli.data.packing.pack import pack
 
 # Packs as the command does, but stops to read on after 20 inputs until the test has done what it wants.
 SLOW = """
 import sys, time
-import rwkvclip_cli.data.pack as packing, rwkvclip_cli.data.pool as pool
+import rwkvclip_cli.data.packing.pack as packing, rwkvclip_cli.data.packing.pool as pool
 from rwkvclip_cli.cli import main
 read = packing.read_sources
 def slowly(*arguments):
