@@ -53,7 +53,12 @@ class UnableError(RwkvClipError):
 
 def is_speaker() -> bool:
     """Whether this process may speak: rank 0, or no rank at all."""
-    return os.environ.get("RANK", "0") == "0"
+    return _rank() == "0"
+
+
+def _rank() -> str:
+    """This process's rank. RANK without LOCAL_RANK is a node's number, which Kubernetes' operators give to all of it."""
+    return os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
 
 
 def say(text: str) -> None:
@@ -80,8 +85,7 @@ def result_json(document: Any) -> None:
 
 def show_error(error: RwkvClipError) -> None:
     """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
-    rank = os.environ.get("RANK")
-    where = f" [rank {rank}]" if rank not in (None, "0") else ""
+    where = "" if is_speaker() else f" [rank {_rank()}]"
     print(f"rwkvclip{where}: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"  try: {error.hint}", file=sys.stderr)

@@ -81,6 +81,9 @@ def process_group(timeout_s: float) -> Iterator[Ranks]:
     on_gpu = ranks.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(ranks.device)
+    if ranks.world_size > 1:
+        # What tells a rank, of which the first alone speaks, from a node that a cluster has numbered.
+        os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
     settings: dict[str, Any] = {
         "backend": "nccl" if on_gpu else "gloo",
         "rank": ranks.rank,
