@@ -99,7 +99,7 @@ def command(
         def run(context: typer.Context, **values: Any) -> None:
             given = [context] if with_context else []
             rest = [list(context.args)] if extra_args else []
-            function(_made(options, values), *given, *rest)
+            function(_made(options, context, values), *given, *rest)
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [_parameter(field, hints[field.name]) for field in config.option_fields(options)]
@@ -121,9 +121,14 @@ def command(
     return register
 
 
-def _made(options: type, values: dict[str, Any]) -> Any:
-    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list | tuple)}
-    return options(**{key: value for key, value in (values | lists).items() if key != "config"})
+def _made(options: type, context: typer.Context, values: dict[str, Any]) -> Any:
+    """The dataclass from what a command was given; the command line wins over what it excludes in the file."""
+    given = {key: value for key, value in values.items() if key != "config"}
+    sources = {key: getattr(context.get_parameter_source(key), "name", "") for key in given}
+    typed, filed = ({key for key in given if sources[key] == name} for name in ("COMMANDLINE", "DEFAULT_MAP"))
+    for key in config.overruled(options, given, typed, filed):
+        del given[key]
+    return options(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 def parse(name: str, arguments: list[str]) -> Any:
@@ -134,7 +139,7 @@ def parse(name: str, arguments: list[str]) -> Any:
     group: Any = typer.main.get_command(app)
     root = typer.Context(group, info_name="rwkvclip")
     with group.commands[name].make_context(name, list(arguments), parent=root) as context:
-        return _made(config.SECTIONS[name], context.params)
+        return _made(config.SECTIONS[name], context, context.params)
 
 
 def _parameter(field: Any, hint: Any) -> inspect.Parameter:

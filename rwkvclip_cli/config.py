@@ -12,7 +12,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ def option(
     aliases: tuple[str, ...] = (),
     argument: bool = False,
     required: bool = False,
+    excludes: tuple[str, ...] = (),
 ) -> Any:
     """One option of a command: a dataclass field that carries its help, bounds and other spellings.
 
     `argument=True` makes it positional on the command line; `aliases` are hidden spellings; a `required` text option
-    may come from the settings file but has to come from somewhere.
+    may come from the settings file but has to come from somewhere. `excludes` names fields that cannot stand beside
+    this one, `field=value` those that cannot with this value; it works both ways.
     """
     metadata = {
         "help": help,
@@ -54,16 +56,22 @@ def option(
         "aliases": aliases,
         "argument": argument,
         "required": required,
+        "excludes": excludes,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class Options:
-    """What every command's options share: bounds are checked when they are made."""
+    """What every command's options share: bounds and rivals are checked when they are made."""
 
     def __post_init__(self) -> None:
+        given = {}
         for field in option_fields(type(self)):
-            check_value(field, getattr(self, field.name))
+            value = getattr(self, field.name)
+            check_value(field, value)
+            if value != field.default:
+                given[field.name] = f"--{option_name(field)} {value}"
+        check_rivals(type(self), given)
 
 
 def option_fields(config: type) -> Iterator[dataclasses.Field[Any]]:
@@ -97,6 +105,30 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
         raise UsageError(f"{shown} must be at least {low}; got {value}")
     if high is not None and value > high:
         raise UsageError(f"{shown} must be at most {high}; got {value}")
+
+
+def check_rivals(options: type, given: Mapping[str, str]) -> None:
+    """Refuse, with a UsageError, two given options of which one excludes the other; `given` is {field: as shown}."""
+    for name, rival, value in _rivals(options):
+        if value is None and name in given and rival in given:
+            raise UsageError(f"{given[name]} and {given[rival]} exclude each other")
+
+
+def overruled(options: type, values: Mapping[str, Any], typed: Set[str], filed: Set[str]) -> set[str]:
+    """The fields that the settings file gives (`filed`) and a field of the command line (`typed`) excludes."""
+    found = set()
+    for name, rival, value in _rivals(options):
+        if value is None or values[rival] == value:
+            found |= {mine for mine, other in ((name, rival), (rival, name)) if mine in filed and other in typed}
+    return found
+
+
+def _rivals(options: type) -> Iterator[tuple[str, str, str | None]]:
+    """(field, one that it excludes, the value that this holds for or None for any)."""
+    for field in option_fields(options):
+        for rival in field.metadata["excludes"]:
+            name, _, value = rival.partition("=")
+            yield field.name, name, value or None
 
 
 @dataclass(frozen=True)
@@ -136,7 +168,9 @@ class TrainConfig(Options):
     lr: float = option(1e-3, "Peak learning rate.", minimum=0.0)
     precision: str = option("bf16", "Arithmetic of the matrix products.", choices=PRECISIONS)
     model: str = option("rwkv-clip-b32", "Model size.", choices=MODELS)
-    model_config: str | None = option(None, "JSON or TOML file of model arguments; replaces --model.")
+    model_config: str | None = option(
+        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
+    )
     warmup: float = option(0.1, "Share of all steps with a rising learning rate.", minimum=0.0, maximum=1.0)
     weight_decay: float = option(0.2, "AdamW weight decay of matrices.", minimum=0.0, aliases=("wd",))
     beta1: float = option(0.9, "AdamW beta1.", minimum=0.0, maximum=0.9999999)
@@ -164,7 +198,11 @@ class LaunchConfig(Options):
     """`rwkvclip launch [-- TRAIN OPTIONS]`."""
 
     gpus: int | None = option(
-        None, "GPUs a node (default: all of them).", minimum=1, aliases=("nproc-per-node", "nproc")
+        None,
+        "GPUs a node (default: all of them).",
+        minimum=1,
+        aliases=("nproc-per-node", "nproc"),
+        excludes=("cpus",),
     )
     cpus: int | None = option(None, "CPU ranks a node over gloo, in place of GPUs.", minimum=1)
     nodes: int = option(1, "Machines that take part.", minimum=1, aliases=("nnodes",))
@@ -189,8 +227,14 @@ class NcclCheckConfig(Options):
     """`rwkvclip nccl-check`."""
 
     backend: str = option("nccl", "Transport to check.", choices=("nccl", "gloo"))
-    gpus: int | None = option(None, "GPUs a node (default: all).", minimum=1, aliases=("nproc-per-node", "nproc"))
-    cpus: int | None = option(None, "CPU ranks a node, with --backend gloo.", minimum=1)
+    gpus: int | None = option(
+        None,
+        "GPUs a node (default: all).",
+        minimum=1,
+        aliases=("nproc-per-node", "nproc"),
+        excludes=("cpus", "backend=gloo"),
+    )
+    cpus: int | None = option(None, "CPU ranks a node, with --backend gloo.", minimum=1, excludes=("backend=nccl",))
     nodes: int = option(1, "Machines that take part.", minimum=1, aliases=("nnodes",))
     node_rank: int | None = option(None, "This machine's number, from 0.", minimum=0)
     rdzv_endpoint: str | None = option(None, "host:port of node 0, the same on every node.")
@@ -214,7 +258,9 @@ class EvalConfig(Options):
     checkpoint: str = option("", "Checkpoint folder, run folder, .safetensors or .pt.", argument=True)
     data: str = option("", "The packed .rec file to evaluate on.", required=True)
     model: str | None = option(None, "Model size, where the checkpoint does not say.", choices=MODELS)
-    model_config: str | None = option(None, "JSON or TOML file of model arguments.")
+    model_config: str | None = option(
+        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
+    )
     batch_size: int = option(256, "Pairs embedded at once.", minimum=1)
     caption_slot: int = option(0, "Caption slot to retrieve with.", minimum=0)
     precision: str | None = option(None, "Arithmetic (default: bf16 on a GPU, fp32 on a CPU).", choices=PRECISIONS)
@@ -294,6 +340,10 @@ def _read_section(path: Path, section: str, values: Mapping[str, Any]) -> dict[s
             check_value(field, read[field.name])
         except UsageError as error:
             raise UsageError(f"{path}: [{section}] {error.message}", error.hint) from None
+    try:
+        check_rivals(SECTIONS[section], {name: name.replace("_", "-") for name in read})
+    except UsageError as error:
+        raise UsageError(f"{path}: [{section}] {error.message}") from None
     return read
 
 

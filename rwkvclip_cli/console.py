@@ -57,7 +57,7 @@ def is_speaker() -> bool:
 
 
 def _rank() -> str:
-    """This process's rank. RANK without LOCAL_RANK is a node's number, which Kubernetes' operators give to all of it."""
+    """This process's rank. RANK without LOCAL_RANK is a node's number, which Kubernetes' operators give all of it."""
     return os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
 
 

@@ -94,10 +94,6 @@ def check_options(config: LaunchConfig, retyped: Callable[..., str], address: st
 
     `retyped` gives the command line with some options changed; `address` is this machine's, as an example.
     """
-    if config.gpus is not None and config.cpus is not None:
-        raise UsageError(
-            f"--gpus {config.gpus} and --cpus {config.cpus} exclude each other: ranks use one or the other"
-        )
     if config.node_rank is not None and config.node_rank >= config.nodes:
         raise UsageError(
             f"--node-rank counts from 0, so {config.nodes} nodes end at {config.nodes - 1}; got {config.node_rank}"

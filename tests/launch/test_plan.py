@@ -163,7 +163,6 @@ def retyped(config: LaunchConfig) -> Callable[..., str]:
             "2 nodes need a place to meet: --rdzv-endpoint HOST:PORT, an address of node 0",
             "rwkvclip launch --gpus 8 --nodes 2 --rdzv-endpoint 10.0.0.1:29500 -- --lr 1e-3   (the same on every node)",
         ),
-        ({"gpus": 2, "cpus": 2}, "--gpus 2 and --cpus 2 exclude each other: ranks use one or the other", ""),
         (
             {"nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"},
             "--node-rank counts from 0, so 2 nodes end at 1; got 2",
