@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import PackedSet
-from rwkvclip_cli.data.packed import open_packed as open_packed
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP's pixel statistics, of values in 0..1
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -278,10 +277,13 @@ def _build(
     try:
         pipe.build()
     except RuntimeError as error:
-        raise RwkvClipError(
-            f"DALI could not open {packed.rec}: {str(error).strip().splitlines()[0]}",
-            hint=f"rwkvclip pack SOURCE... {packed.rec} --overwrite",
-        ) from error
+        reason = str(error).strip().splitlines()[0]
+        if state is not None:
+            raise RwkvClipError(
+                f"DALI could not go back to the saved place in {packed.rec}: {reason}",
+                hint="resume with the nvidia-dali release that saved it, or from a checkpoint at an epoch's end",
+            ) from error
+        raise RwkvClipError(f"DALI could not open {packed.rec}: {reason}", hint=f"ls -l {packed.rec}") from error
     return pipe
 
 

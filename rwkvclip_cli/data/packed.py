@@ -4,6 +4,7 @@
 """
 
 import json
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,11 @@ import numpy as np
 
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.record_index import read_index
+from rwkvclip_cli.data.recordio import MAGIC
 
+FIRST_WORDS = struct.Struct("<III")  # of a record: magic, flag and length, number of label values
+NEWLINE = ord("\n")
+SCAN_BYTES = 1 << 24
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
 
@@ -47,19 +52,23 @@ class PackedSet:
         return found.astype(np.int64)
 
     @cached_property
-    def _lines(self) -> tuple[bytes, np.ndarray[Any, np.dtype[np.int64]]]:
-        """The index as text in file order, and where each line starts in it, the end included."""
-        lines = [b"%d\t%d\n" % pair for pair in enumerate(self.offsets.tolist())]
-        starts = np.zeros(len(lines) + 1, dtype=np.int64)
-        np.cumsum([len(line) for line in lines], out=starts[1:])
-        return b"".join(lines), starts
+    def _line_starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where each record's line starts in the index, the end included: (count + 1,)."""
+        text = np.memmap(self.idx, dtype=np.uint8, mode="r")
+        ends = [
+            first + 1 + np.flatnonzero(text[first : first + SCAN_BYTES] == NEWLINE)
+            for first in range(0, len(text), SCAN_BYTES)
+        ]
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
+        return starts if starts[-1] == len(text) else np.append(starts, len(text))
 
     def write_index(self, path: Path, ranges: list[tuple[int, int]]) -> None:
-        """Write an index of the records in the half-open `ranges` of ordinals alone."""
-        text, starts = self._lines
-        with path.open("wb") as file:
+        """Write an index of the records in the half-open, rising `ranges` of ordinals alone."""
+        with self.idx.open("rb") as source, path.open("wb") as target:
             for first, end in ranges:
-                file.write(text[starts[first] : starts[end]])
+                source.seek(int(self._line_starts[first]))
+                lines = source.read(int(self._line_starts[end] - self._line_starts[first]))
+                target.write(lines if lines.endswith(b"\n") else lines + b"\n")
 
 
 def open_packed(path: str | Path) -> PackedSet:
@@ -85,7 +94,28 @@ def open_packed(path: str | Path) -> PackedSet:
                 f"{manifest['count']:,}: the files beside {rec.name} are not of one pack",
                 hint=f"rwkvclip pack SOURCE... {rec} --overwrite",
             )
+    _check_label_width(rec, int(offsets[0]), captions, context_length)
     return PackedSet(rec, idx, captions, context_length, manifest, offsets)
+
+
+def _check_label_width(rec: Path, first_offset: int, captions: int, context_length: int) -> None:
+    """Compare what the first record holds with what the manifest promises, or the published layout without one."""
+    with rec.open("rb") as file:
+        file.seek(first_offset)
+        head = file.read(FIRST_WORDS.size)
+    magic, _, labels = FIRST_WORDS.unpack(head) if len(head) == FIRST_WORDS.size else (0, 0, 0)
+    if magic != MAGIC:
+        raise RwkvClipError(
+            f"{rec}: no record at byte {first_offset:,}, where its index has the first one",
+            hint=f"rwkvclip pack SOURCE... {rec} --overwrite",
+        )
+    if labels != captions * context_length:
+        raise RwkvClipError(
+            f"{rec}: its first record has {labels} label values, not {captions} captions of {context_length} tokens "
+            f"({captions * context_length})",
+            hint=f'put {{"count": N, "captions": C, "context_length": T}} into '
+            f"{rec.with_suffix('.manifest.json')}, with C x T = {labels}",
+        )
 
 
 def _read_offsets(rec: Path, idx: Path) -> np.ndarray[Any, np.dtype[np.int64]]:

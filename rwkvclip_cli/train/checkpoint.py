@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from rwkvclip_cli.console import RwkvClipError, UsageError
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
+MAKING, GOING = ".partial", ".old"  # suffixes of hidden folders that are not whole
 NAME = re.compile(r"step-(\d{8,})")
 MODEL_FILE, OPTIMIZER_FILE, RANKS_FILE, STATE_FILE = "model.safetensors", "optimizer.pt", "ranks.pt", "state.json"
 
@@ -61,14 +63,18 @@ def newest(output: Path) -> Path | None:
 
 
 def save(path: Path, checkpoint: Checkpoint, *, keep: int) -> None:
-    """Write a checkpoint and remove all but the newest `keep`. One process calls this.
+    """Write a checkpoint and remove all but this one and the newest others, `keep` in all. One process calls this.
 
     A reader, and a machine that loses power at any moment, sees the folder whole or not at all.
     """
-    aside = path.with_name(f".{path.name}.partial")
+    folder = path.parent
+    aside = folder / f".{path.name}{MAKING}"
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.iterdir():
+            if stale.name.startswith(".") and stale.name.endswith((MAKING, GOING)):
+                shutil.rmtree(stale)  # what an earlier run was killed over
+        aside.mkdir()
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.model.items()}
         save_file(tensors, aside / MODEL_FILE, metadata={"format": "pt"})
         torch.save(checkpoint.optimizer, aside / OPTIMIZER_FILE)
@@ -79,20 +85,38 @@ def save(path: Path, checkpoint: Checkpoint, *, keep: int) -> None:
             _flush(file)
         _flush(aside)
         if path.exists():
-            shutil.rmtree(path)  # the same step again, after a resume from an older checkpoint
+            _remove(path)
         aside.rename(path)
-        _flush(path.parent)
-    except OSError as error:
+        _flush(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch and safetensors report a full disk each in a class of its own.
         shutil.rmtree(aside, ignore_errors=True)
         raise RwkvClipError(
-            f"{path}: the checkpoint could not be written: {error.strerror or error}; earlier ones are whole",
-            hint=f"df -h {path.parent}",
+            f"{path}: the checkpoint could not be written: {str(error).splitlines()[0]}; earlier ones are whole",
+            hint=f"df -h {folder}",
         ) from error
-    for old in list_checkpoints(path.parent.parent)[:-keep]:
-        # Renamed first, so that no reader finds the folder half empty.
-        gone = old.with_name(f".{old.name}.old")
-        old.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    others = [other for other in list_checkpoints(folder.parent) if other != path]
+    for old in others[: max(len(others) - keep + 1, 0)]:
+        _remove(old)
+
+
+def set_aside(paths: list[Path]) -> list[Path]:
+    """Rename files or folders that a new start leaves behind to NAME.abandoned-N; nobody resumes from them."""
+    renamed = []
+    for path in paths:
+        number = 1
+        while (target := path.with_name(f"{path.name}.abandoned-{number}")).exists():
+            number += 1
+        path.rename(target)
+        renamed.append(target)
+    return renamed
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, renamed first, so that no reader finds the folder half empty."""
+    going = path.with_name(f".{path.name}{GOING}")
+    path.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def load(path: Path) -> Checkpoint:
@@ -132,7 +156,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         try:
             return load_file(file)
-        except Exception as error:  # safetensors raises its own class and plain OSError alike
+        except (SafetensorError, OSError) as error:
             raise RwkvClipError(f"{file}: damaged: {error}") from error
     weights = _read_pickle(file)
     if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):

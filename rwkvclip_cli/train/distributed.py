@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rwkvclip_cli.console import UnableError, UsageError
+from rwkvclip_cli.launch.network import steer_gloo
 
 BUCKET_CAP_MB = 32
 WARMUP_PASSES = 2
@@ -54,7 +55,14 @@ def read_ranks() -> Ranks:
     local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
-    if os.environ.get(DEVICE_VARIABLE) == "cpu" or not torch.cuda.is_available():
+    wanted = os.environ.get(DEVICE_VARIABLE)
+    if wanted == "cuda" and not torch.cuda.is_available():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        raise UnableError(
+            f"this rank was started for a GPU, but torch {torch.__version__} ({build}) finds none that it can use",
+            hint="nvidia-smi, to see the driver; then install a torch build that it can run",
+        )
+    if wanted == "cpu" or not torch.cuda.is_available():
         return Ranks(rank, local_rank, world_size, local_world_size, torch.device("cpu"))
     if local_rank >= torch.cuda.device_count():
         raise UnableError(
@@ -97,6 +105,7 @@ def process_group(timeout_s: float) -> Iterator[Ranks]:
     else:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
+    steer_gloo(os.environ)
     dist.init_process_group(**settings)
     try:
         yield ranks
@@ -104,10 +113,15 @@ def process_group(timeout_s: float) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def synchronize_batch_norms(model: nn.Module) -> tuple[nn.Module, int]:
+    """The model with every BatchNorm layer made a synchronized one, and how many there were."""
+    converted = sum(isinstance(module, _BatchNorm) for module in model.modules())
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model), converted
+
+
 def wrap(model: nn.Module, ranks: Ranks) -> tuple[DistributedDataParallel, int]:
     """The model under DistributedDataParallel, and how many BatchNorm layers became synchronized ones."""
-    converted = sum(isinstance(module, _BatchNorm) for module in model.modules())
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model, converted = synchronize_batch_norms(model)
     with warnings.catch_warnings():
         # torch says at every start that static_graph finds unused parameters by itself. Both are asked for on purpose:
         # whoever turns static_graph off keeps the other.
@@ -145,8 +159,9 @@ class StopVote:
     without the device waiting. Signal handlers can be set in a process's main thread alone; elsewhere nothing is heard.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._group = dist.new_group(backend="gloo") if ranks.device.type == "cuda" else None
+    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks.device.type == "cuda" else None
         self._asked = torch.zeros(1)
         self._vote: Tensor | None = None
         self._work: Any = None

@@ -22,8 +22,7 @@ from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
 from rwkvclip_cli.train import checkpoint
 from rwkvclip_cli.train.distributed import read_ranks
-from rwkvclip_cli.train.loop import autocast
-from rwkvclip_cli.train.run import set_matmul_precision
+from rwkvclip_cli.train.precision import autocast, set_matmul_precision
 
 RECALL_AT = (1, 5, 10)
 SHUFFLES = 20  # permutations that measured chance is a mean of; one alone would hit about once, give or take one

@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.distributed import StopVote, process_group, warm_up
 from rwkvclip_cli.train.losses import LOSSES
 from rwkvclip_cli.train.metrics import Metrics, Stopwatch, flops_per_pair, peak_flops, peak_memory_gib
+from rwkvclip_cli.train.precision import autocast
 from rwkvclip_cli.train.run import Position, Run, TrainResult, agree_on_checkpoint, restore, save, start
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -59,7 +58,7 @@ def _loop(run: Run, position: Position, loader_state: bytes | None) -> TrainResu
     stopping = False
     with (
         closing(metrics) if metrics else nullcontext(),
-        StopVote(run.ranks).listening() as vote,
+        StopVote(run.ranks, config.timeout).listening() as vote,
         console.progress(run.total_steps, "training", "steps", done=position.step) as bar,
     ):
         for loader, batch in _batches(run, position, loader_state, stopwatch):
@@ -120,13 +119,6 @@ def _loss(run: Run, images: Tensor, tokens: Tensor, drop_path_uniform: Tensor | 
     with autocast(run.config.precision, run.ranks.device):
         image, text, logit_scale = run.wrapped(images, tokens, drop_path_uniform=drop_path_uniform)
     return LOSSES["clip"](image, text, logit_scale)
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Where `precision` is a 16-bit one, matrix products in it; weights, norms and sums stay float32."""
-    if precision in AUTOCAST:
-        return torch.autocast(device.type, AUTOCAST[precision])
-    return nullcontext()
 
 
 def _drop_path_uniform(run: Run, step: int) -> Tensor | None:

@@ -22,8 +22,11 @@ from rwkvclip_cli.model import build_model, load_reference_state, preset, read_m
 from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.checkpoint import Checkpoint
 from rwkvclip_cli.train.distributed import Ranks, wrap
+from rwkvclip_cli.train.metrics import METRICS_FILE
+from rwkvclip_cli.train.precision import set_matmul_precision
 
 HIGH_LEARNING_RATE = 1e-2
+VOCAB_SIZE = 49_408  # of the tokenizer that pack uses
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,27 @@ def _find_checkpoint(config: TrainConfig) -> Path | None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output {output}: {error.strerror}") from error
-    found = checkpoint.newest(output)
     if config.resume == "auto":
-        return found
-    if config.resume != "none":
-        return checkpoint.resolve(config.resume)
-    if found:
+        return checkpoint.newest(output)
+    if config.resume == "none":
+        _leave_behind([*checkpoint.list_checkpoints(output), *output.glob(METRICS_FILE)])
+        return None
+    found = checkpoint.resolve(config.resume)
+    if not found.is_dir():
         raise UsageError(
-            f"--resume none, but {output} holds {found.name} of an earlier run",
-            hint="--output ANOTHER_FOLDER, or --resume auto",
+            f"--resume {config.resume}: weights alone do not say where a run was", hint="--resume CHECKPOINT_FOLDER"
         )
-    return None
+    own = checkpoint.list_checkpoints(output)
+    place = [path.resolve() for path in own]
+    if found.resolve() in place:
+        # Of two branches of one run, `auto` could not tell which to go on with.
+        _leave_behind(own[place.index(found.resolve()) + 1 :])
+    return found
+
+
+def _leave_behind(paths: list[Path]) -> None:
+    for path, renamed in zip(paths, checkpoint.set_aside(paths), strict=True):
+        console.say(f"{path} is now {renamed.name}: this run does not go on from it")
 
 
 def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
@@ -157,8 +170,9 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
         num_samples=config.train_num_samples,
     )
     steps_per_epoch(packed, spec)
+    _check_fit(packed, model_config)
     if saved:
-        _check_same_run(config, ranks, packed, model_config, saved.state)
+        _check_same_run(_identity(config, ranks, packed, model_config), saved.state, config.epochs)
     _advise(config, packed, spec)
     set_matmul_precision(config.precision)
     torch.manual_seed(config.seed)
@@ -192,7 +206,30 @@ def _advise(config: TrainConfig, packed: PackedSet, spec: LoaderSpec) -> None:
         )
 
 
-def _identity(config: TrainConfig, ranks: Ranks, packed: PackedSet) -> dict[str, Any]:
+def _check_fit(packed: PackedSet, model_config: dict[str, Any]) -> None:
+    """Refuse data that the model cannot read, before a rank fails in the middle of a batch."""
+    if packed.context_length > model_config["ctx_len"]:
+        raise UsageError(
+            f"{packed.rec} holds captions of {packed.context_length} tokens; the model's ctx_len is "
+            f"{model_config['ctx_len']}",
+            hint=f"ctx_len {packed.context_length} in --model-config, or pack --context-length "
+            f"{model_config['ctx_len']}",
+        )
+    if "tokenizer" in packed.manifest and model_config["vocab_size"] < VOCAB_SIZE:
+        raise UsageError(
+            f"{packed.rec} holds token ids up to {VOCAB_SIZE - 1}; the model's vocab_size is "
+            f"{model_config['vocab_size']}",
+            hint=f"vocab_size {VOCAB_SIZE} in --model-config",
+        )
+    if model_config["dropout"]:
+        # Its draws would come from each rank's generator, and so depend on the number of ranks.
+        raise UsageError(
+            f"training with dropout {model_config['dropout']} is not supported; the published recipe has 0",
+            hint="dropout 0 in --model-config",
+        )
+
+
+def _identity(config: TrainConfig, ranks: Ranks, packed: PackedSet, model_config: dict[str, Any]) -> dict[str, Any]:
     """What has to be equal for a resumed run to be the same run."""
     return {
         "world_size": ranks.world_size,
@@ -202,28 +239,28 @@ def _identity(config: TrainConfig, ranks: Ranks, packed: PackedSet) -> dict[str,
         "precision": config.precision,
         "records": packed.count,
         "content_hash": packed.content_hash,
+        "model_config": model_config,
     }
 
 
-def _check_same_run(
-    config: TrainConfig, ranks: Ranks, packed: PackedSet, model_config: dict[str, Any], state: dict[str, Any]
-) -> None:
-    before = {**state["identity"], "model_config": state["model_config"]}
-    for name, now in {**_identity(config, ranks, packed), "model_config": model_config}.items():
-        if before[name] != now:
-            shown = name.replace("_", "-")
-            raise UsageError(
-                f"the checkpoint in {config.output} is of a run with {shown} {before[name]}; this one has {now}",
-                hint="the same options as before, or --output ANOTHER_FOLDER",
-            )
-    if state["epochs"] != config.epochs:
-        console.warn(f"--epochs was {state['epochs']} and is {config.epochs}: the learning rate follows the new curve")
+def _check_same_run(identity: dict[str, Any], state: dict[str, Any], epochs: int) -> None:
+    for name, now in identity.items():
+        before = state["identity"][name]
+        if before == now:
+            continue
+        if isinstance(now, dict):
+            name, before, now = _first_difference(name, before, now)
+        raise UsageError(
+            f"the checkpoint is of a run with {name.replace('_', '-')} {before}; this one has {now}",
+            hint="the same options as before, or --output ANOTHER_FOLDER",
+        )
+    if state["epochs"] != epochs:
+        console.warn(f"--epochs was {state['epochs']} and is {epochs}: the learning rate follows the new curve")
 
 
-def set_matmul_precision(precision: str) -> None:
-    """Let float32 products round to tf32 for that precision alone; the loss of 16-bit runs stays float32."""
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+def _first_difference(name: str, before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any]:
+    key = next(key for key in now | before if before.get(key) != now.get(key))
+    return f"{name} {key}", before.get(key), now.get(key)
 
 
 def restore(run: Run, saved: Checkpoint | None) -> tuple[Position, bytes | None]:
@@ -254,7 +291,7 @@ def save(run: Run, position: Position, loader_state: bytes | None) -> Path:
             "samples": position.step * run.global_batch,
             "total_steps": run.total_steps,
             "epochs": run.config.epochs,
-            "identity": _identity(run.config, run.ranks, run.packed),
+            "identity": _identity(run.config, run.ranks, run.packed, run.model_config),
             "model_config": run.model_config,
             "options": dataclasses.asdict(run.config),
             "rwkvclip": __version__,

@@ -16,7 +16,7 @@ def test_what_a_packed_set_knows(tmp_path: Path) -> None:
 
 
 def test_a_file_without_manifest_is_taken_as_the_published_layout(tmp_path: Path) -> None:
-    rec = write_packed(tmp_path / "a.rec", 3)
+    rec = write_packed(tmp_path / "a.rec", 3, context_length=77)
     rec.with_suffix(".manifest.json").unlink()
     assert (open_packed(rec).captions, open_packed(rec).context_length) == (3, 77)
 
@@ -55,3 +55,30 @@ def test_another_suffix_is_not_a_packed_set(tmp_path: Path) -> None:
     with pytest.raises(RwkvClipError, match=r"not a packed \.rec file") as error:
         open_packed(tmp_path)
     assert error.value.hint == f"rwkvclip pack {tmp_path} data.rec"
+
+
+def test_labels_of_another_width_are_refused(tmp_path: Path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 3, captions=2, context_length=77)
+    rec.with_suffix(".manifest.json").unlink()
+    with pytest.raises(
+        RwkvClipError, match=r"its first record has 154 label values, not 3 captions of 77 tokens \(231\)"
+    ):
+        open_packed(rec)
+
+
+def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 3)
+    rec.with_suffix(".idx").write_text("0\t4\n1\t700\n2\t1400\n")
+    with pytest.raises(RwkvClipError, match="no record at byte 4, where its index has the first one"):
+        open_packed(rec)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
+def test_an_epochs_index_from_any_line_ends(tmp_path: Path, ending: str) -> None:
+    rec = write_packed(tmp_path / "a.rec", 4)
+    lines = rec.with_suffix(".idx").read_text().splitlines()
+    text = "\r\n".join(lines) + "\r\n" if ending == "\r\n" else "\n".join(lines) + ending
+    rec.with_suffix(".idx").write_bytes(text.encode())
+    open_packed(rec).write_index(tmp_path / "part.idx", [(0, 1), (3, 4)])
+    assert (tmp_path / "part.idx").read_bytes().split() == [word.encode() for i in (0, 3) for word in lines[i].split()]
+    assert (tmp_path / "part.idx").read_bytes().endswith(b"\n")

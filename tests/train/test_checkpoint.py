@@ -1,6 +1,8 @@
 """Checkpoints are whole or not there, and what is damaged is named."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,13 @@ def test_only_the_newest_are_kept_and_found(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) == tmp_path / "checkpoints" / "step-100000000"
 
 
+@pytest.mark.parametrize("keep", [1, 2, 5, 9])
+def test_as_many_are_kept_as_asked(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 7):
+        checkpoint.save(checkpoint.checkpoint_path(tmp_path, step), made(), keep=keep)
+        assert len(checkpoint.list_checkpoints(tmp_path)) == min(step, keep)
+
+
 def test_a_checkpoint_in_the_making_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(checkpoint.checkpoint_path(tmp_path, 1), made(), keep=3)
 
@@ -58,14 +67,60 @@ def test_a_checkpoint_in_the_making_is_no_checkpoint(tmp_path: Path, monkeypatch
     assert checkpoint.load(checkpoint.checkpoint_path(tmp_path, 2)).model["scalar"] == 2.0
 
 
-def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_the_checkpoint_just_written_is_never_the_one_to_go(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 150, 160):
+        checkpoint.save(checkpoint.checkpoint_path(tmp_path, step), made(), keep=2)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-00000160", "step-00000300"]
 
-    monkeypatch.setattr(checkpoint.torch, "save", full)
-    with pytest.raises(RwkvClipError, match=r"could not be written: No space left.*earlier ones are whole"):
-        checkpoint.save(checkpoint.checkpoint_path(tmp_path, 2), made(), keep=3)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
+    for name in (".step-00000001.partial", ".step-00000002.old"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    checkpoint.save(checkpoint.checkpoint_path(tmp_path, 3), made(), keep=2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_the_same_step_is_replaced_whole(tmp_path: Path) -> None:
+    path = checkpoint.checkpoint_path(tmp_path, 3)
+    checkpoint.save(path, made(1.0), keep=2)
+    checkpoint.save(path, made(2.0), keep=2)
+    assert checkpoint.load(path).model["scalar"] == 2.0
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+FILLS_UP = """
+import resource, sys
+from pathlib import Path
+import torch
+from rwkvclip_cli.train import checkpoint
+from rwkvclip_cli.train.checkpoint import Checkpoint
+
+big = {"weight": torch.zeros(int(sys.argv[2]))}
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+path = checkpoint.checkpoint_path(Path(sys.argv[1]), 2)
+checkpoint.save(path, Checkpoint(big, {"moments": torch.zeros(int(sys.argv[3]))}, [], {}), keep=3)
+"""
+
+
+@pytest.mark.parametrize(("weights", "moments"), [(100_000, 1), (1, 100_000)], ids=["safetensors", "torch"])
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, weights: int, moments: int) -> None:
+    """Files that may not grow past 100,000 bytes stand for the disk: each writer fails in its own way."""
+    checkpoint.save(checkpoint.checkpoint_path(tmp_path, 1), made(), keep=3)
+    command = [sys.executable, "-c", FILLS_UP, str(tmp_path), str(weights), str(moments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert "RwkvClipError: " in done.stderr.splitlines()[-1]
+    assert "step-00000002: the checkpoint could not be written: " in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].endswith("earlier ones are whole")
+    assert [file.name for file in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_what_is_set_aside_is_kept_under_another_name(tmp_path: Path) -> None:
+    for _ in range(2):
+        checkpoint.save(checkpoint.checkpoint_path(tmp_path, 1), made(), keep=3)
+        checkpoint.set_aside(checkpoint.list_checkpoints(tmp_path))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000001.abandoned-1", "step-00000001.abandoned-2"]
+    assert checkpoint.newest(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "ranks.pt", "state.json"])
