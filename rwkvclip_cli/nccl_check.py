@@ -11,66 +11,19 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rwkvclip_cli import console
-from rwkvclip_cli.config import LaunchConfig, NcclCheckConfig
+from rwkvclip_cli.config import LaunchConfig, NcclCheckConfig, option_fields, option_name
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.nccl.report import ELEMENT_BYTES, Report, Row, readable
 
-ELEMENT_BYTES = 4  # float32
 GROWTH = 2  # from one size to the next
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}  # as nccl-tests reads them
 DEFAULT_MAX_SIZE = {"nccl": "1G", "gloo": "4M"}
 GLOO_RANKS = 2
 STOP_GRACE_S = 5.0  # there is nothing to save
 WITHOUT_GPU = f"rwkvclip nccl-check --backend gloo --cpus {GLOO_RANKS}"
-# The options that a rank needs; the others say how to start it.
-RANK_OPTIONS = ("backend", "op", "min_size", "max_size", "iterations", "min_busbw", "timeout", "json")
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Where a rank runs and on what software; None where there is no such thing."""
-
-    rank: int
-    host: str
-    device: str
-    driver: str | None
-    torch: str
-    cuda: str | None
-    nccl: str | None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One size of the sweep, times over the slowest rank: the mean is what bandwidths are made of.
-
-    Bandwidths in GB/s (1e9 bytes) as nccl-tests defines them; busbw is None with one rank.
-    """
-
-    size_bytes: int
-    time_us: float
-    median_us: float
-    algbw: float
-    busbw: float | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one run found; `failure` is empty where all is right."""
-
-    op: str
-    backend: str
-    ranks: tuple[RankInfo, ...]
-    rows: tuple[Row, ...]
-    failure: str = ""
-    hint: str = ""
-
-    def document(self) -> dict[str, Any]:
-        """The report as --json prints it."""
-        return {"ok": not self.failure, **dataclasses.asdict(self)}
 
 
 def nccl_check(options: NcclCheckConfig, settings: Path | None = None) -> int:
@@ -117,10 +70,8 @@ def _start_ranks(options: NcclCheckConfig, settings: Path | None) -> int:
         raise UsageError(f"--cpus {options.cpus} needs --backend gloo: NCCL runs on GPUs alone", WITHOUT_GPU)
     if options.gpus is not None and options.backend == "gloo":
         raise UsageError("--backend gloo is checked on CPU ranks, not on --gpus", WITHOUT_GPU)
-    shared = {field.name for field in dataclasses.fields(LaunchConfig)} & {
-        field.name for field in dataclasses.fields(NcclCheckConfig)
-    }
-    launch = LaunchConfig(**{name: getattr(options, name) for name in shared}, stop_grace=STOP_GRACE_S)
+    shared = {name: getattr(options, name) for name in _names(LaunchConfig) if name in _names(NcclCheckConfig)}
+    launch = LaunchConfig(**shared, stop_grace=STOP_GRACE_S)
     if options.backend == "gloo" and options.cpus is None:
         launch = dataclasses.replace(launch, cpus=GLOO_RANKS)
     check_usage(launch, functools.partial(retype, "nccl-check", options, ()))
@@ -130,10 +81,17 @@ def _start_ranks(options: NcclCheckConfig, settings: Path | None) -> int:
     return start(launch, ("nccl-check", *_rank_arguments(options, settings)), without_gpu=WITHOUT_GPU, rdzv_conf=conf)
 
 
+def _names(options: type) -> list[str]:
+    return [field.name for field in option_fields(options)]
+
+
 def _rank_arguments(options: NcclCheckConfig, settings: Path | None) -> list[str]:
+    """What a rank has to be told: all that does not say, as launch's options do, how to start it."""
     arguments = ["--config", str(settings)] if settings else []
-    for name in RANK_OPTIONS:
-        value, dashed = getattr(options, name), f"--{name.replace('_', '-')}"
+    for field in option_fields(NcclCheckConfig):
+        if field.name in _names(LaunchConfig):
+            continue
+        value, dashed = getattr(options, field.name), f"--{option_name(field)}"
         if value is True:
             arguments.append(dashed)
         elif value is not None and value is not False:
@@ -165,6 +123,8 @@ def show(report: Report) -> None:
         ranks = "1 rank" if len(report.ranks) == 1 else f"{len(report.ranks)} ranks"
         console.result(f"\n{report.op} over {report.backend}, {ranks}, every element checked")
         console.result(table(names, [_cells(row) for row in report.rows]))
+        if len(report.ranks) == 1:
+            console.result("one rank moves no data: there is no bandwidth to measure")
 
 
 def _cells(row: Row) -> list[str]:
@@ -174,14 +134,6 @@ def _cells(row: Row) -> list[str]:
 
 def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
-
-
-def readable(size_bytes: int) -> str:
-    """8 B, 64 KiB, 1 GiB; a size that is no whole number of a unit keeps the smaller one."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size_bytes % unit == 0 and size_bytes:
-            return f"{size_bytes // unit} {name}"
-    return f"{size_bytes} B"
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rwkvclip_cli import cli, config
 from rwkvclip_cli.console import UsageError
 
-HEAVY = ("torch", "numpy", "nvidia", "rich", "PIL", "tokenizers", "tensorboard")
+HEAVY = ("torch", "numpy", "nvidia", "rich", "PIL", "tensorboard")
 COMMANDS = [command.name for command in cli.app.registered_commands]
 
 

@@ -5,12 +5,16 @@ import os
 import subprocess
 
 import pytest
-from helpers import run_cli
+from helpers import free_port, run_cli
 
 from rwkvclip_cli import nccl_check
 from rwkvclip_cli.config import NcclCheckConfig
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.nccl_check import RankInfo, Report, Row, parse_size, readable, show, sweep_sizes, table
+from rwkvclip_cli.nccl import sweep
+from rwkvclip_cli.nccl.collectives import COLLECTIVES
+from rwkvclip_cli.nccl.report import RankInfo, Report, Row, readable
+from rwkvclip_cli.nccl.sweep import make_row
+from rwkvclip_cli.nccl_check import parse_size, show, sweep_sizes, table
 
 
 @pytest.mark.parametrize(
@@ -57,16 +61,33 @@ def test_plain_table_has_no_colours_and_lines_up() -> None:
 
 
 def test_report_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    info = RankInfo(0, "node0", "NVIDIA H200", "570.1", "2.11.0", "12.8", "2.27.5")
-    show(Report("all_reduce", "nccl", (info,), (Row(1 << 20, 12.34, 11.0, 85.0, None),)))
+    infos = (
+        RankInfo(0, "node0", "NVIDIA H200", "570.1", "2.11.0", "12.8", "2.27.5"),
+        RankInfo(1, "node0", "CPU", None, "2.11.0", None, None),
+    )
+    show(Report("all_gather", "nccl", infos, (Row(1 << 20, 12.34, 11.0, 85.0, 42.5),)))
     assert capsys.readouterr().out == (
         "rank   host       device  driver   torch  CUDA    NCCL\n"
         "   0  node0  NVIDIA H200   570.1  2.11.0  12.8  2.27.5\n"
+        "   1  node0          CPU       -  2.11.0     -       -\n"
         "\n"
-        "all_reduce over nccl, 1 rank, every element checked\n"
+        "all_gather over nccl, 2 ranks, every element checked\n"
         " size  time µs  median µs  algbw GB/s  busbw GB/s\n"
-        "1 MiB     12.3       11.0      85.000           -\n"
+        "1 MiB     12.3       11.0      85.000      42.500\n"
     )
+
+
+def test_one_rank_has_no_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    info = RankInfo(0, "node0", "NVIDIA H200", "570.1", "2.11.0", "12.8", "2.27.5")
+    row = make_row(1 << 30, [[47e-6, 49e-6, 45e-6]], COLLECTIVES["all_reduce"], world_size=1)
+    assert (row.algbw, row.busbw) == (None, None)
+    show(Report("all_reduce", "nccl", (info,), (row,)))
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "all_reduce over nccl, 1 rank, every element checked",
+        " size  time µs  median µs  algbw GB/s  busbw GB/s",
+        "1 GiB     47.0       47.0           -           -",
+        "one rank moves no data: there is no bandwidth to measure",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +136,49 @@ def test_a_failed_check_exits_1_and_says_so_once(checked: subprocess.CompletedPr
     assert checked.stderr.count("bus bandwidth of all_reduce at 4 KiB is") == 1
     assert checked.stderr.splitlines()[-1].startswith(f"rwkvclip: rank 0 on {os.uname().nodename}: bus bandwidth")
     assert "Traceback" not in checked.stderr
+
+
+def test_a_rank_without_a_meeting_point_takes_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    met: list[tuple[str, str]] = []
+
+    def rendezvous(url: str, **_: object) -> None:
+        met.append((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
+        raise StopIteration
+
+    monkeypatch.setattr(sweep, "rendezvous", rendezvous)
+    with pytest.raises(StopIteration):
+        sweep.run(NcclCheckConfig(backend="gloo"), [8])
+    assert met == [("127.0.0.1", "29500")]
+
+
+def test_one_rank_alone_passes_without_an_address_or_a_bandwidth() -> None:
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    done = run_cli("nccl-check", "--backend", "gloo", "--max-size", "16", "--json", env=rank)
+    assert done.returncode == 0, done.stderr
+    assert [(row["algbw"], row["busbw"]) for row in json.loads(done.stdout)["rows"]] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            NcclCheckConfig(backend="gloo", cpus=2, nodes=2, node_rank=1, rdzv_endpoint="a:1", op="broadcast"),
+            "--backend gloo --op broadcast --min-size 8 --iterations 20 --timeout 60.0",
+        ),
+        (
+            NcclCheckConfig(gpus=8, max_size="1M", min_busbw=3.5, json=True),
+            "--backend nccl --op all_reduce --min-size 8 --max-size 1M --iterations 20 --min-busbw 3.5 --timeout 60.0 "
+            "--json",
+        ),
+    ],
+)
+def test_ranks_are_told_all_but_how_to_start(options: NcclCheckConfig, expected: str) -> None:
+    assert nccl_check._rank_arguments(options, None) == expected.split()
 
 
 @pytest.mark.gpu

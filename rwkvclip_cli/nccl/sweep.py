@@ -13,7 +13,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -26,9 +26,11 @@ from rwkvclip_cli import console
 from rwkvclip_cli.config import NcclCheckConfig
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch.gpus import driver_version
+from rwkvclip_cli.launch.network import DEFAULT_PORT
+from rwkvclip_cli.launch.plan import LOOPBACK
 from rwkvclip_cli.nccl.collectives import COLLECTIVES, Collective, Place, Wrong
+from rwkvclip_cli.nccl.report import ELEMENT_BYTES, RankInfo, Report, Row, readable
 from rwkvclip_cli.nccl.watch import Watch
-from rwkvclip_cli.nccl_check import ELEMENT_BYTES, RankInfo, Report, Row, readable
 
 INSTALL_HINT = "install the same torch on every node: pip install torch==VERSION"
 SAME_HINT = "the same options of rwkvclip nccl-check on every node, --node-rank apart"
@@ -36,6 +38,7 @@ WRONG_HINT = "NCCL_P2P_DISABLE=1 rwkvclip nccl-check, which tells a faulty link 
 SLOW_HINT = "NCCL_DEBUG=INFO rwkvclip nccl-check, which shows the transports that NCCL chose"
 WARM_UPS = 2
 LEAVE_S = 10.0
+IN_FLIGHT = 8  # operations queued on a GPU at once: enough that it never waits for the host
 BEYOND_WATCH_S = 30.0  # torch's own timeouts come after the watch has named the silent rank
 
 
@@ -43,8 +46,10 @@ def run(options: NcclCheckConfig, sizes: list[int], collectives: Mapping[str, Co
     """Be one rank of the check, as RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
 
     Returns the report on rank 0; on the others one without rows, with the same failure. A rank that does not
-    answer within `options.timeout` seconds ends the process with a message that names it.
+    answer within `options.timeout` seconds, to one operation, ends the process with a message that names it.
     """
+    os.environ.setdefault("MASTER_ADDR", LOOPBACK)
+    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if options.min_busbw is not None and world_size == 1:
         raise UsageError("--min-busbw needs two ranks or more: one rank has no bus to measure")
@@ -64,7 +69,8 @@ def run(options: NcclCheckConfig, sizes: list[int], collectives: Mapping[str, Co
                 store=PrefixStore("group", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=patience,
+                # NCCL counts from when an operation was queued, so those before it count too.
+                timeout=IN_FLIGHT * patience,
                 device_id=place.device if place.device.type == "cuda" else None,
             )
             try:
@@ -171,7 +177,7 @@ def _sweep(
         for count in counts:
             size = count * ELEMENT_BYTES
             watch.phase(f"{options.op} of {readable(size)}")
-            result = _measure(collective, place, count, options.iterations)
+            result = _measure(collective, place, count, options.iterations, watch.progress)
             row, failure, hint = _compare(options, collective, place, store, size, result)
             if failure:
                 break
@@ -188,31 +194,44 @@ def _count(size_bytes: int, world_size: int) -> int:
     return max(1, size_bytes // ELEMENT_BYTES // world_size) * world_size
 
 
-def _measure(collective: Collective, place: Place, count: int, iterations: int) -> dict[str, object]:
-    """Check the collective before and after timing it: {"seconds": [...], "wrong": [index, got, expected] or None}."""
-    wrong = _try(collective, place, count)
+def _measure(
+    collective: Collective, place: Place, count: int, iterations: int, progress: Callable[[], None]
+) -> dict[str, object]:
+    """Check the collective before and after timing it: {"seconds": [...], "wrong": [index, got, expected] or None}.
+
+    `progress` is called after each operation, so that a slow network is told from one that stands still.
+    """
+    wrong = _try(collective, place, count, progress)
     source, output = collective.start(place, count)
     # Repeated in place, sums would grow without bound; zeros stay zeros.
     source.zero_()
     output.zero_()
-    for _ in range(WARM_UPS):
-        collective.run(source, output)
-    seconds = _time(collective, place, source, output, iterations)
+    _time(collective, place, source, output, WARM_UPS, progress)
+    seconds = _time(collective, place, source, output, iterations, progress)
     del source, output
     # A rank with a wrong element takes part again, or the others would wait for it.
-    wrong_later = _try(collective, place, count)
+    wrong_later = _try(collective, place, count, progress)
     wrong = wrong or wrong_later
     return {"seconds": seconds, "wrong": None if wrong is None else [wrong.index, wrong.got, wrong.expected]}
 
 
-def _try(collective: Collective, place: Place, count: int) -> Wrong | None:
+def _try(collective: Collective, place: Place, count: int, progress: Callable[[], None]) -> Wrong | None:
     source, output = collective.start(place, count)
+    progress()
     collective.run(source, output)
-    return collective.check(place, count, output)
+    progress()
+    wrong = collective.check(place, count, output)
+    progress()
+    return wrong
 
 
 def _time(
-    collective: Collective, place: Place, source: torch.Tensor, output: torch.Tensor, iterations: int
+    collective: Collective,
+    place: Place,
+    source: torch.Tensor,
+    output: torch.Tensor,
+    iterations: int,
+    progress: Callable[[], None],
 ) -> list[float]:
     """Seconds of each call, on the GPU's own clock where there is one."""
     if place.device.type != "cuda":
@@ -221,14 +240,21 @@ def _time(
         for _ in range(iterations):
             collective.run(source, output)
             times.append(time.perf_counter())
+            progress()
         return [after - before for before, after in itertools.pairwise(times)]
     dist.barrier(device_ids=[place.device.index])
     events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
     events[0].record()
-    for event in events[1:]:
+    for queued, event in enumerate(events[1:], 1):
         collective.run(source, output)
         event.record()
-    torch.cuda.synchronize(place.device)
+        # The host follows from behind: the GPU always has operations queued while an earlier one is waited for.
+        if queued >= IN_FLIGHT:
+            events[queued + 1 - IN_FLIGHT].synchronize()
+            progress()
+    for event in events[-IN_FLIGHT:]:
+        event.synchronize()
+        progress()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
@@ -269,8 +295,10 @@ def make_row(size_bytes: int, seconds: list[list[float]], collective: Collective
     """
     mean_s = max(statistics.fmean(times) for times in seconds)
     median_s = max(statistics.median(times) for times in seconds)
-    algbw = size_bytes / mean_s / 1e9
-    busbw = algbw * collective.bus_factor(world_size) if world_size > 1 else None
+    algbw = busbw = None
+    if world_size > 1:
+        algbw = size_bytes / mean_s / 1e9
+        busbw = algbw * collective.bus_factor(world_size)
     return Row(size_bytes, mean_s * 1e6, median_s * 1e6, algbw, busbw)
 
 

@@ -32,7 +32,7 @@ def _leave(message: str, hint: str) -> None:
 
 
 class Watch:
-    """This rank's phases, and the thread that ends the process once a phase outlasts `timeout_s`.
+    """This rank's phases, and the thread that ends the process once `timeout_s` pass without progress in one.
 
     `store` is a connection of its own to the ranks' key-value store: the main thread's may be blocked.
     """
@@ -46,8 +46,8 @@ class Watch:
         leave: Callable[[str, str], None] = _leave,
     ) -> None:
         self.rank, self.world_size, self.store, self.timeout_s, self.leave = rank, world_size, store, timeout_s, leave
-        self._count = 0
-        self._born_s = self._started_s = time.monotonic()
+        self._count = self._steps = 0
+        self._born_s = self._moved_s = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
@@ -65,7 +65,12 @@ class Watch:
         self._count += 1
         note = {"count": self._count, "name": name, "host": socket.gethostname()}
         self.store.set(f"phase/{self.rank}", json.dumps(note))
-        self._started_s = time.monotonic()
+        self.progress()
+
+    def progress(self) -> None:
+        """Note, for this rank alone, that its phase has come one step further: the patience begins anew."""
+        self._steps += 1
+        self._moved_s = time.monotonic()
 
     def _look(self) -> None:
         patience_s = self.timeout_s + (OTHERS_WAIT_S if self.rank else 0.0)
@@ -76,13 +81,13 @@ class Watch:
                 if beat * BEAT_S <= time.monotonic() - self._born_s:
                     beat += 1
                     self.store.set(f"beat/{self.rank}", str(beat))
-                if time.monotonic() - self._started_s > patience_s and self._stands_still():
+                if time.monotonic() - self._moved_s > patience_s and self._stands_still():
                     return
 
     def _stands_still(self) -> bool:
         """Look who is alive; unless this rank has moved on meanwhile, leave."""
-        count, before = self._count, self._read("beat")
-        if self._ended.wait(SILENCE_S) or self._count != count:
+        steps, before = self._steps, self._read("beat")
+        if self._ended.wait(SILENCE_S) or self._steps != steps:
             return False
         after = self._read("beat")
         alive = [rank == self.rank or before[rank] != after[rank] for rank in range(self.world_size)]

@@ -10,11 +10,13 @@ import json
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 from rwkvclip_cli.config import NcclCheckConfig
+from rwkvclip_cli.nccl import watch
 from rwkvclip_cli.nccl.collectives import COLLECTIVES, Collective
 from rwkvclip_cli.nccl.sweep import run
 
@@ -27,6 +29,12 @@ def damaged(source: torch.Tensor, output: torch.Tensor) -> None:
     dist.all_reduce(output)
     if RANK == 1 and output.numel() > 64:
         output[65] += 1
+
+
+def through_mud(source: torch.Tensor, output: torch.Tensor) -> None:
+    """An all_reduce over a network that is slow and works: a size outlasts --timeout, an operation does not."""
+    time.sleep(0.3)
+    dist.all_reduce(output)
 
 
 def stopped(source: torch.Tensor, output: torch.Tensor) -> None:
@@ -63,6 +71,10 @@ def main(ports: list[str]) -> None:
     report("slow", dataclasses.replace(PLAIN, min_busbw=1e6), [8, 256], everything)
     on_a_fresh_port()
     report("task", dataclasses.replace(PLAIN, iterations=2 + RANK), [8], everything)
+    on_a_fresh_port()
+    silence_s, watch.SILENCE_S = watch.SILENCE_S, 1.0
+    report("mud", dataclasses.replace(PLAIN, timeout=1.0, iterations=6), [8], with_run(through_mud))
+    watch.SILENCE_S = silence_s
     on_a_fresh_port()
     torch.__version__ = "2.9.0" if RANK else true_version
     report("versions", PLAIN, [8], everything)

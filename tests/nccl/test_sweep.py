@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from helpers import free_port, plain_environment
 
-from rwkvclip_cli.nccl_check import RankInfo
+from rwkvclip_cli.nccl.report import RankInfo
 
-SCENARIOS = 9
+SCENARIOS = 10
 HERE = socket.gethostname()
 
 
@@ -110,6 +110,12 @@ def test_different_versions_fail_at_once(ranks: Ranks) -> None:
         f"the ranks run different versions of torch: {torch.__version__} on rank 0 ({HERE}), 2.9.0 on rank 1 ({HERE})"
     )
     assert ranks.reports[0]["versions"]["rows"] == []
+
+
+def test_a_slow_network_is_not_a_dead_one(ranks: Ranks) -> None:
+    report = ranks.reports[0]["mud"]
+    assert (report["ok"], len(report["rows"])) == (True, 1)
+    assert report["rows"][0]["median_us"] > 0.3e6
 
 
 def test_a_silent_rank_is_named_in_time(ranks: Ranks) -> None:

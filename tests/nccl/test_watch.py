@@ -82,3 +82,14 @@ def test_progress_keeps_the_rank_alive() -> None:
         for step in range(5):
             watch.phase(f"step {step}")
     assert heard == []
+
+
+def test_steps_within_a_phase_keep_the_rank_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "SILENCE_S", 0.5)
+    heard: list[str] = []
+    with watched(Store(), heard, 0.5) as watch:
+        watch.phase("all_reduce of 8 B")
+        for _ in range(60):  # three times as long as a phase without steps would last
+            time.sleep(0.05)
+            watch.progress()
+    assert heard == []
