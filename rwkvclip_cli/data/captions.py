@@ -60,14 +60,10 @@ class Tokenizer:
         """`context_length` ids: start, text, end, zeros. A longer text is cut and the last id is still the end."""
         return _fit(self.encode(text), context_length)
 
-    def tokenize_slots(self, captions: Sequence[str], slots: int, context_length: int = CONTEXT_LENGTH) -> list[int]:
-        """The ids of a record: `slots * context_length` of them. See `fill_slots`."""
-        return self.fill_slots(captions, slots, context_length)[0]
-
     def fill_slots(
         self, captions: Sequence[str], slots: int, context_length: int = CONTEXT_LENGTH
     ) -> tuple[list[int], int]:
-        """The ids of a record and how many of its captions had to be cut.
+        """The `slots * context_length` ids of a record, and how many of its captions had to be cut.
 
         Fewer captions than slots repeat in order (a, b fill three slots as a, b, a); captions beyond are left out.
         Raises ValueError without any caption.

@@ -32,6 +32,7 @@ WHOLE, FIRST, MIDDLE, LAST = range(4)
 
 _PART = struct.Struct("<II")  # magic, flag << 29 | length
 _HEADER = struct.Struct("<IfQQ")  # number of float labels, scalar label, id, id2
+HEADER_BYTES = _HEADER.size
 _BUFFER_BYTES = 1 << 20
 
 
@@ -60,7 +61,7 @@ def pack_record(record: Record) -> bytes:
     head = _HEADER.pack(len(record.labels), record.label, record.id, record.id2) + _float32_bytes(record.labels)
     found = _find_magic(head)
     if found >= 0:
-        place = f"label {(found - _HEADER.size) // 4}" if found >= _HEADER.size else "the header"
+        place = f"label {(found - HEADER_BYTES) // 4}" if found >= HEADER_BYTES else "the header"
         raise RwkvClipError(
             f"the record with id {record.id}, id2 {record.id2} holds the bytes {MAGIC_BYTES.hex()} in {place};"
             " DALI cannot read it",
@@ -74,16 +75,16 @@ def unpack_record(payload: bytes, where: str = "the payload") -> Record:
 
     Raises RwkvClipError where the header is cut off or promises more labels than there are bytes.
     """
-    if len(payload) < _HEADER.size:
-        raise RwkvClipError(f"{where} has {len(payload)} bytes, fewer than an image record's header of {_HEADER.size}")
+    if len(payload) < HEADER_BYTES:
+        raise RwkvClipError(f"{where} has {len(payload)} bytes, fewer than an image record's header of {HEADER_BYTES}")
     count, label, id_, id2 = _HEADER.unpack_from(payload)
-    image_at = _HEADER.size + 4 * count
+    image_at = HEADER_BYTES + 4 * count
     if len(payload) < image_at:
         raise RwkvClipError(
-            f"{where} promises {count} labels, {4 * count} bytes, but only {len(payload) - _HEADER.size} bytes follow"
+            f"{where} promises {count} labels, {4 * count} bytes, but only {len(payload) - HEADER_BYTES} bytes follow"
         )
     labels = array("f")
-    labels.frombytes(payload[_HEADER.size : image_at])
+    labels.frombytes(payload[HEADER_BYTES:image_at])
     if sys.byteorder == "big":
         labels.byteswap()
     return Record(labels, payload[image_at:], id_, id2, label)

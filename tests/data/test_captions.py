@@ -211,13 +211,13 @@ def test_long_captions_are_cut_and_keep_the_end() -> None:
 
 def test_fewer_captions_than_slots_repeat_in_order() -> None:
     a, b, c = ([START_ID, number, END_ID, 0] for number in (320, 2368, 1929))
-    assert tokenizer.tokenize_slots(["a"], 3, 4) == a + a + a
-    assert tokenizer.tokenize_slots(["a", "cat"], 3, 4) == a + b + a
-    assert tokenizer.tokenize_slots(["a", "cat", "dog"], 3, 4) == a + b + c
-    assert tokenizer.tokenize_slots(["a", "cat", "dog"], 2, 4) == a + b
-    assert len(tokenizer.tokenize_slots(["a"], 3)) == 231
+    assert tokenizer.fill_slots(["a"], 3, 4)[0] == a + a + a
+    assert tokenizer.fill_slots(["a", "cat"], 3, 4)[0] == a + b + a
+    assert tokenizer.fill_slots(["a", "cat", "dog"], 3, 4)[0] == a + b + c
+    assert tokenizer.fill_slots(["a", "cat", "dog"], 2, 4)[0] == a + b
+    assert len(tokenizer.fill_slots(["a"], 3)[0]) == 231
     with pytest.raises(ValueError, match="at least one caption"):
-        tokenizer.tokenize_slots([], 3)
+        tokenizer.fill_slots([], 3)
 
 
 def test_cut_captions_are_counted_once_each() -> None:

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import stat
-import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +19,10 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from rwkvclip_cli.config import MAX_PIXELS
+from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage
 
 RGB = NDArray[np.uint8]  # (height, width, 3)
 
-MAX_FILE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
 MAX_JPEG_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
 
 # Formats whose reader starts another program (EPS: Ghostscript) or only names a file that it cannot decode.
@@ -43,7 +42,6 @@ TIFF_BITS_PER_SAMPLE = 258
 TIFF_PHOTOMETRIC = 262
 TIFF_WHITE_IS_ZERO = 0
 
-
 # What stands in for pictures in scraped folders: first bytes and their meaning.
 LOOKALIKES = (
     (b"version https://git-lfs", "a Git LFS pointer; git lfs pull brings the picture"),
@@ -56,15 +54,6 @@ LOOKALIKES = (
     (b"\xff\xd8", "a JPEG of a kind that no reader here decodes (12 bits, JPEG-LS), or damaged"),
 )
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"hevc", b"mif1", b"msf1")
-
-
-class BadImage(Exception):
-    """A picture that cannot be packed: `reason` is a code of `sources.REASONS`, `message` says it in words."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
 
 
 @dataclass(frozen=True)
@@ -94,8 +83,8 @@ def read_file(path: str) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise BadImage("unreadable-image", "not a regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise BadImage("too-large", f"{status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+        if status.st_size > MAX_IMAGE_BYTES:
+            raise BadImage("too-large", f"{status.st_size:,} bytes; at most {MAX_IMAGE_BYTES:,} are read")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     except OSError as error:
@@ -155,85 +144,6 @@ def encode_jpeg(rgb: RGB, quality: int) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(rgb).save(buffer, "JPEG", quality=quality, subsampling=0, optimize=True)
     return buffer.getvalue()
-
-
-def walk_jpeg(data: bytes) -> tuple[int, int]:
-    """Walk the markers of a JPEG from SOI to EOI without decoding; return (width, height).
-
-    Source: ITU-T T.81, annex B. Raises BadImage where a segment is cut off or a marker is out of place.
-    """
-    if data[:2] != b"\xff\xd8":
-        raise BadImage("bad-structure", "no start-of-image marker")
-    size: tuple[int, int] | None = None
-    scans = 0
-    position = 2
-    while True:
-        marker, position = _next_marker(data, position)
-        if marker == 0xD9:
-            break
-        if marker == 0x01 or 0xD0 <= marker <= 0xD8:
-            raise BadImage("bad-structure", f"marker {marker:#04x} out of place at byte {position - 2}")
-        length = int.from_bytes(data[position : position + 2], "big")
-        if length < 2 or position + length > len(data):
-            raise BadImage("truncated-image", f"segment {marker:#04x} at byte {position - 2} is cut off")
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            if size is not None or length < 8:
-                raise BadImage("bad-structure", f"frame header out of place at byte {position - 2}")
-            height, width = struct.unpack_from(">HH", data, position + 3)
-            size = (width, height)
-        position += length
-        if marker == 0xDA:
-            if size is None:
-                raise BadImage("bad-structure", "a scan precedes the frame header")
-            scans += 1
-            position = _skip_scan(data, position)
-    if size is None or scans == 0 or 0 in size:
-        raise BadImage("bad-structure", "no picture between the start and end markers")
-    return size
-
-
-def is_common_jpeg(data: bytes) -> bool:
-    """Whether the frame is coded in a way that decoders on CPUs and GPUs agree on: Huffman, sequential or progressive.
-
-    Lossless frames come out of the GPU's decoder as another picture, without an error; arithmetic ones are as rare.
-    Bytes that are no JPEG at all are left for others to judge.
-    """
-    position = 2
-    try:
-        while True:
-            marker, position = _next_marker(data, position)
-            if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-                return marker <= 0xC2
-            position += int.from_bytes(data[position : position + 2], "big")
-    except BadImage:
-        return True
-
-
-def _next_marker(data: bytes, position: int) -> tuple[int, int]:
-    if position >= len(data):
-        raise BadImage("truncated-image", "ends without an end-of-image marker")
-    if data[position] != 0xFF:
-        raise BadImage("bad-structure", f"no marker at byte {position}")
-    while position < len(data) and data[position] == 0xFF:  # any number of fill bytes may precede a marker
-        position += 1
-    if position >= len(data):
-        raise BadImage("truncated-image", "ends without an end-of-image marker")
-    return data[position], position + 1
-
-
-def _skip_scan(data: bytes, position: int) -> int:
-    """The position of the marker that ends entropy-coded data: not a stuffed zero, not a restart marker."""
-    while True:
-        position = data.find(b"\xff", position)
-        if position < 0 or position + 1 >= len(data):
-            raise BadImage("truncated-image", "ends within a scan")
-        following = data[position + 1]
-        if following == 0x00 or 0xD0 <= following <= 0xD7:
-            position += 2
-        elif following == 0xFF:
-            position += 1
-        else:
-            return position
 
 
 @cache

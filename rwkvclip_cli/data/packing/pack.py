@@ -19,7 +19,7 @@ from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
-from rwkvclip_cli.data.packing.output import OutputSet, check_target
+from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.samples import Ignored, Reject, printable
@@ -156,15 +156,14 @@ def pack(config: PackConfig) -> PackSummary:
     """
     if not config.sources:
         raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
-    final = check_target(config.out, config.overwrite)
-    skip = frozenset(os.path.join(os.path.realpath(path.parent), path.name) for path in final.values())
-    options = SourceOptions(config.format, config.image_key, config.caption_key, skip)
-    found = find_sources(config.sources, options)
-    if config.proof == "decode":
-        _need_dali()
     tally = _Tally()
     workers = Pool(config.workers or _cores(), _worker_options(config))
     with _ends_on_sigterm(), OutputSet(config.out, config.overwrite) as output:
+        skip = frozenset(os.path.join(os.path.realpath(path.parent), path.name) for path in output.final.values())
+        options = SourceOptions(config.format, config.image_key, config.caption_key, skip)
+        found = find_sources(config.sources, options)
+        if config.proof == "decode":
+            _need_dali()
         with (
             open_writer(config.writer, output.partial["rec"], output.partial["idx"]) as writer,
             workers as pool,

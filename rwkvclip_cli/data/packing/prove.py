@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
-from rwkvclip_cli.data.packing.images import (
-    RGB,
-    BadImage,
-    Header,
-    encode_jpeg,
-    is_common_jpeg,
-    read_header,
-    read_rgb,
-    shrink,
-    walk_jpeg,
-)
+from rwkvclip_cli.data.packing.images import RGB, Header, encode_jpeg, read_header, read_rgb, shrink
+from rwkvclip_cli.data.packing.jpeg import is_common_jpeg, lengthen_scans, walk_jpeg
+from rwkvclip_cli.data.packing.samples import BadImage
 
 KEPT = "kept"
 RESIZED = "resized"
@@ -137,9 +129,10 @@ def prepare(
 ) -> list[Prepared | BadImage]:
     """Prepare each picture for a record, or say why it cannot be.
 
-    A JPEG keeps its bytes where DALI's pixels equal the careful reader's. Everything else is encoded anew, and DALI's
-    pixels of the new bytes come within FAITHFUL_MEAN of the careful ones; a `quality` too low for that is raised.
-    With proof `structure` a JPEG keeps its bytes where its markers are whole, with `none` always.
+    A JPEG keeps its bytes where DALI's pixels equal the careful reader's and no scan lacks data. Everything else is
+    encoded anew, and DALI's pixels of the new bytes come within FAITHFUL_MEAN of the careful ones; a `quality` too low
+    for that is raised. With proof `structure` a JPEG keeps its bytes where its markers are whole, with `none` always;
+    but a rare kind (lossless, arithmetic) is encoded anew whatever the proof.
     """
     decoder = decoder or Decoder()
     results: list[Prepared | BadImage | None] = [None] * len(pictures)
@@ -180,17 +173,27 @@ def _prepare_group(
         rgb = _pixels(picture)
         if seen is not None and np.array_equal(seen, rgb):
             results[picture.index] = Prepared(picture.data, KEPT, rgb.shape[1], rgb.shape[0])
-        else:
-            picture.why = "re-encoded:refused-by-dali" if seen is None else "re-encoded:other-pixels-in-dali"
-            to_encode.append(picture)
+            continue
+        try:
+            picture.rgb = _read_whole(picture, options)
+        except BadImage as fault:
+            results[picture.index] = fault
+            continue
+        picture.why = "re-encoded:refused-by-dali" if seen is None else "re-encoded:other-pixels-in-dali"
+        to_encode.append(picture)
     _encode_all(to_encode, options, decoder, results)
 
 
 def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
-    """Read the careful pixels and set `why` where the bytes cannot stay; or the result, where no pixels are needed."""
+    """Read the careful pixels and set `why` where the bytes cannot stay; or the result, where no pixels are needed.
+
+    Where the bytes may stay, the pixels are those of the JPEG with its scans lengthened: what DALI has to see in the
+    JPEG as it is. So the comparison, which is made anyway, shows missing data too, though both are libjpeg at heart.
+    """
     header = picture.header
     is_long = options.max_side is not None and max(header.width, header.height) > options.max_side
-    if header.is_jpeg and not is_long and not is_common_jpeg(picture.data):
+    is_common = header.is_jpeg and is_common_jpeg(picture.data)
+    if header.is_jpeg and not is_long and not is_common:
         picture.why = "re-encoded:rare-jpeg"
     elif header.is_jpeg and not is_long and options.proof != "decode":
         if options.proof == "none" or _is_whole(picture.data):
@@ -200,10 +203,31 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
         picture.why = RESIZED
     elif not header.is_jpeg:
         picture.why = f"re-encoded:{header.format.lower()}"
-    picture.rgb = read_rgb(picture.data, options.max_pixels)
+    if is_common and options.proof == "decode":
+        picture.rgb = _read_lengthened(picture, options)
+        if picture.why:
+            picture.rgb = _read_whole(picture, options)
+    else:
+        picture.rgb = read_rgb(picture.data, options.max_pixels)
     if is_long and options.max_side is not None:
         picture.rgb = shrink(picture.rgb, options.max_side)
     return None
+
+
+def _read_lengthened(picture: _Picture, options: ImageOptions) -> RGB:
+    """The careful pixels of a JPEG, but other ones where a scan lacks data."""
+    try:
+        return read_rgb(lengthen_scans(picture.data), options.max_pixels)
+    except BadImage:  # markers that are out of place: whatever is wrong, the bytes as they are tell it better
+        return read_rgb(picture.data, options.max_pixels)
+
+
+def _read_whole(picture: _Picture, options: ImageOptions) -> RGB:
+    """The careful pixels of a JPEG whose lengthened ones are known; BadImage where a scan lacks data."""
+    rgb = read_rgb(picture.data, options.max_pixels)
+    if not np.array_equal(rgb, _pixels(picture)):
+        raise BadImage("truncated-image", "the data of a scan ends before the picture does")
+    return rgb
 
 
 def _is_whole(data: bytes) -> bool:

@@ -6,7 +6,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ REASONS = {
     "missing-caption": "an image without a caption, or with blank ones alone",
     "empty-file": "an image of no bytes",
     "unreadable-image": "no picture format that can be read, or damaged",
-    "truncated-image": "the image's bytes end early",
+    "truncated-image": "the image's bytes end early, or the data of one of its scans does",
     "too-many-pixels": "more pixels than --max-pixels",
     "too-large": "more bytes, or a longer side, than a record or a JPEG holds",
     "not-faithful": "no JPEG comes within 2 of 255 of the picture, or DALI sees other pixels in it",
@@ -33,6 +33,7 @@ DEFAULT_CAPTION_KEYS = ("captions", "caption", "text", "title")
 DEFAULT_IMAGE_KEYS = ("image", "jpg", "file_name", "filepath", "path")
 SIDECAR_KINDS: tuple[Literal["txt", "json"], ...] = ("txt", "json")
 MAX_SIDECAR_BYTES = 2**24
+MAX_IMAGE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class Ignored:
 Item = Sample | Reject | Ignored
 
 
+class BadImage(Exception):
+    """A picture that cannot be packed: `reason` is a key of REASONS, `message` says it in words."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
 class BadCaptions(Exception):
     """A caption file that cannot be read or parsed."""
 
@@ -101,13 +111,21 @@ def find_captions(sample: Sample) -> list[str]:
 
 
 def captions_in(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """The captions of a row or JSON object: those of every key in `keys`, or of the first usual key that is there."""
+    """The captions of a row or JSON object: those of every key in `keys`, or of the first usual name that has any."""
     if keys:
         return [text for key in keys for text in texts(row.get(key))]
-    for key in DEFAULT_CAPTION_KEYS:
-        if row.get(key) not in (None, []):
-            return texts(row[key])
-    return []
+    values = (row[name] for name in usual_names(row, DEFAULT_CAPTION_KEYS))
+    return texts(next((value for value in values if value not in (None, [])), None))
+
+
+def usual_names(names: Iterable[str], usual: Sequence[str]) -> list[str]:
+    """Those of `names` that are in `usual`, whatever their case, in the order of `usual`.
+
+    >>> usual_names(["Text", "id", "Caption", "caption"], DEFAULT_CAPTION_KEYS)
+    ['Caption', 'caption', 'Text']
+    """
+    found = [name for name in names if name.lower() in usual]
+    return sorted(found, key=lambda name: usual.index(name.lower()))
 
 
 def texts(value: Any) -> list[str]:

@@ -10,7 +10,7 @@ import csv
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -22,7 +22,7 @@ from rwkvclip_cli.data.packing.samples import (
     Reject,
     Sample,
     captions_in,
-    texts,
+    usual_names,
 )
 
 MAX_CELL_CHARACTERS = 2**27
@@ -38,14 +38,14 @@ def check_table(path: str, image_key: str | None = None, caption_keys: Sequence[
             names = _header(_csv_reader(path, lines))
     if not names:
         raise UsageError(f"{path}: no rows")
-    _image_column(path, names, image_key)
-    _caption_columns(path, names, caption_keys)
+    _check_columns(path, names, "image", "--image-key", [image_key] if image_key else [], DEFAULT_IMAGE_KEYS)
+    _check_columns(path, names, "caption", "--caption-key", caption_keys, DEFAULT_CAPTION_KEYS)
 
 
 def read_table(path: str, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Item]:
     """Yield the rows in order. Relative image paths start at the table's folder.
 
-    By default the image is the first of DEFAULT_IMAGE_KEYS that is a column, the captions the first of
+    By default the image is the first of DEFAULT_IMAGE_KEYS that is a column, in any case, the captions the first of
     DEFAULT_CAPTION_KEYS. A row that cannot be parsed is a reject that names its line.
     """
     with _open_text(path) as lines:
@@ -64,9 +64,7 @@ def _read_jsonl(path: str, lines: TextIO, image_key: str | None, caption_keys: S
         if not isinstance(row, dict):
             yield Reject(where, "bad-row", f"{where}: not a JSON object: {line.strip()[:SHOWN_CHARACTERS]}")
             continue
-        keys = (image_key,) if image_key else DEFAULT_IMAGE_KEYS
-        image = next((row[key] for key in keys if row.get(key) is not None), None)
-        yield _sample(path, where, image, captions_in(row, caption_keys))
+        yield _sample(path, where, row, image_key, caption_keys)
 
 
 def _lines_of(lines: TextIO) -> Iterator[str]:
@@ -85,10 +83,10 @@ def _read_csv(path: str, lines: TextIO, image_key: str | None, caption_keys: Seq
     counted = _Lines(lines)
     reader = _csv_reader(path, counted)
     names = _header(reader)
-    image_at = _image_column(path, names, image_key)
-    captions_at = _caption_columns(path, names, caption_keys)
+    columns = {name: names.index(name) for name in names}  # the first of two with one name
     # A cell of captions may spell a list only where nobody named the columns and this is the list's own.
-    listed = not caption_keys and names[captions_at[0]].lower() == DEFAULT_CAPTION_KEYS[0]
+    usual = () if caption_keys else usual_names(names, DEFAULT_CAPTION_KEYS)[:1]
+    listed = [name for name in usual if name.lower() == DEFAULT_CAPTION_KEYS[0]]
     while True:
         first = reader.line_num + 1
         where = f"{path}:{first}"
@@ -101,23 +99,26 @@ def _read_csv(path: str, lines: TextIO, image_key: str | None, caption_keys: Seq
             return
         if not row:
             continue
-        fault = _fault(row, len(names), counted.ended, f"{first} to {reader.line_num}")
+        fault = _fault(row, len(names), reader.dialect.delimiter, counted.ended, f"{first} to {reader.line_num}")
         if fault:
             yield Reject(where, "bad-row", f"{where}: {fault}")
             continue
-        cells = row + [""] * (len(names) - len(row))
-        captions = [text for at in captions_at for text in (_listed(cells[at]) if listed else texts(cells[at]))]
-        yield _sample(path, where, cells[image_at], captions)
+        padded = row + [""] * (len(names) - len(row))
+        cells: dict[str, Any] = {name: padded[at] for name, at in columns.items()}
+        for name in listed:
+            cells[name] = _listed(cells[name])
+        yield _sample(path, where, cells, image_key, caption_keys)
 
 
-def _fault(row: list[str], columns: int, ended: bool, span: str) -> str:
+def _fault(row: list[str], columns: int, delimiter: str, ended: bool, span: str) -> str:
     """Why a parsed row cannot be trusted, or nothing.
 
-    A stray quote makes the csv module read on to the next quote, through any number of rows.
+    A stray quote makes the csv module read on to the next quote, through any number of rows. In a .tsv, where quotes
+    are rare, tabs and line ends in one cell give that away; a .csv quotes such cells by right.
     """
     if ended:
         return f"a quote is opened and never closed: lines {span} are one cell"
-    if any("\n" in cell and "\t" in cell for cell in row):
+    if delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in row):
         return f"a quote swallows rows: lines {span} are one cell"
     extra = row[columns:]
     if any(cell.strip() for cell in extra):
@@ -125,17 +126,21 @@ def _fault(row: list[str], columns: int, ended: bool, span: str) -> str:
     return ""
 
 
-def _sample(path: str, where: str, image: Any, captions: list[str]) -> Sample | Reject:
+def _sample(
+    path: str, where: str, row: Mapping[str, Any], image_key: str | None, caption_keys: Sequence[str]
+) -> Sample | Reject:
+    names = [image_key] if image_key else usual_names(row, DEFAULT_IMAGE_KEYS)
+    image = next((row[name] for name in names if row.get(name) is not None), None)
     if not isinstance(image, str) or not image.strip():
         return Reject(where, "missing-image", f"{where}: the row names no image")
     source = f"{where}:{image[:SHOWN_CHARACTERS]}"
     if image.startswith(("http://", "https://")):
         return Reject(source, "missing-image", f"{source} is an address; download the images first (img2dataset)")
-    return Sample(source, os.path.join(os.path.dirname(path), image), captions=tuple(captions))
+    return Sample(source, os.path.join(os.path.dirname(path), image), tuple(captions_in(row, caption_keys)))
 
 
-def _listed(cell: str) -> list[str]:
-    """The captions that a cell lists, as JSON or as Python prints a list; any other cell is one caption."""
+def _listed(cell: str) -> Any:
+    """The list that a cell spells, as JSON or as Python prints it; any other cell stays as it is."""
     if cell.lstrip().startswith("["):
         for parse in (json.loads, ast.literal_eval):
             try:
@@ -143,8 +148,8 @@ def _listed(cell: str) -> list[str]:
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 continue
             if isinstance(value, list):
-                return texts(value)
-    return texts(cell)
+                return value
+    return cell
 
 
 class _Lines:
@@ -177,42 +182,19 @@ def _header(reader: Any) -> list[str]:
         return []
 
 
-def _image_column(path: str, names: list[str], key: str | None) -> int:
-    if key is not None:
-        return _column(path, names, key, "--image-key")
-    at = _first_of(names, DEFAULT_IMAGE_KEYS)
-    if at is None:
+def _check_columns(
+    path: str, names: list[str], what: str, option: str, keys: Sequence[str], usual: Sequence[str]
+) -> None:
+    """Raise UsageError where the table lacks one of `keys`, or, without any, a column of the usual names."""
+    if not keys and not usual_names(names, usual):
         raise UsageError(
-            f"{path}: no image column among {_shown(names)}; looked for {', '.join(DEFAULT_IMAGE_KEYS)}",
-            "--image-key COLUMN",
+            f"{path}: no {what} column among {_shown(names)}; looked for {', '.join(usual)}", f"{option} COLUMN"
         )
-    return at
-
-
-def _caption_columns(path: str, names: list[str], keys: Sequence[str]) -> list[int]:
-    if keys:
-        return [_column(path, names, key, "--caption-key") for key in keys]
-    at = _first_of(names, DEFAULT_CAPTION_KEYS)
-    if at is None:
-        raise UsageError(
-            f"{path}: no caption column among {_shown(names)}; looked for {', '.join(DEFAULT_CAPTION_KEYS)}",
-            "--caption-key COLUMN",
-        )
-    return [at]
-
-
-def _column(path: str, names: list[str], key: str, option: str) -> int:
-    if key in names:
-        return names.index(key)
-    near = difflib.get_close_matches(key, names, 1)
-    raise UsageError(
-        f"{path}: no column {key!r} among {_shown(names)}", f"{option} {near[0]}" if near else f"{option} COLUMN"
-    )
-
-
-def _first_of(names: list[str], keys: Sequence[str]) -> int | None:
-    lowered = [name.lower() for name in names]
-    return next((lowered.index(key) for key in keys if key in lowered), None)
+    for key in keys:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"{option} {near[0]}" if near else f"{option} COLUMN"
+            raise UsageError(f"{path}: no column {key!r} among {_shown(names)}", hint)
 
 
 def _shown(names: list[str]) -> str:

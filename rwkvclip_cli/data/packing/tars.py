@@ -17,9 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from rwkvclip_cli.data.packing.samples import MAX_SIDECAR_BYTES, Ignored, Item, Reject, Sample, Sidecar, sidecar_kind
+from rwkvclip_cli.data.packing.samples import (
+    MAX_IMAGE_BYTES,
+    MAX_SIDECAR_BYTES,
+    Ignored,
+    Item,
+    Reject,
+    Sample,
+    Sidecar,
+    sidecar_kind,
+)
 
-MAX_IMAGE_BYTES = 2**31  # as `images.MAX_FILE_BYTES`; reading further would only fill the memory
 MAGIC_BYTES = 6
 BLOCK = tarfile.BLOCKSIZE
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
-from rwkvclip_cli.data.packing.images import BadImage, read_file
+from rwkvclip_cli.data.packing.images import read_file
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
-from rwkvclip_cli.data.packing.samples import BadCaptions, Reject, Sample, find_captions
-from rwkvclip_cli.data.recordio import MAX_PAYLOAD_BYTES
+from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Reject, Sample, find_captions
+from rwkvclip_cli.data.recordio import HEADER_BYTES, MAX_PAYLOAD_BYTES
 
-RECORD_HEADER_BYTES = 24
 LOG_BYTES = 1 << 20
 
 
@@ -79,7 +78,7 @@ def pack_samples(
             continue
         found = captions[index]
         ids, truncated = tokenizer.fill_slots(found, options.captions, options.context_length)
-        if RECORD_HEADER_BYTES + 4 * len(ids) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
+        if HEADER_BYTES + 4 * len(ids) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
             message = f"{source}: a JPEG of {len(picture.jpeg):,} bytes; a record holds less than {MAX_PAYLOAD_BYTES:,}"
             outcomes[index] = Reject(source, "too-large", message)
             continue

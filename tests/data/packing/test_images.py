@@ -11,14 +11,14 @@ from PIL import ExifTags, Image, ImageCms
 
 from rwkvclip_cli.data.packing.images import (
     MAX_JPEG_SIDE,
-    BadImage,
     encode_jpeg,
     read_file,
     read_header,
     read_rgb,
     shrink,
-    walk_jpeg,
 )
+from rwkvclip_cli.data.packing.jpeg import walk_jpeg
+from rwkvclip_cli.data.packing.samples import BadImage
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 
@@ -281,58 +281,6 @@ def test_a_side_beyond_jpegs_bound_is_refused():
         encode_jpeg(np.zeros((1, MAX_JPEG_SIDE + 1, 3), np.uint8), 95)
     assert fault.value.reason == "too-large"
     assert encode_jpeg(np.zeros((1, MAX_JPEG_SIDE, 3), np.uint8), 95)
-
-
-# The smallest whole JPEG skeleton: frame header of 1 x 2 pixels, then a scan with a stuffed zero and a restart.
-SOI, EOI = b"\xff\xd8", b"\xff\xd9"
-FRAME = b"\xff\xc0\x00\x0b\x08\x00\x02\x00\x01\x01\x01\x11\x00"
-SCAN = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x12\xff\x00\x34\xff\xd0\x56"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        SOI + FRAME + SCAN + EOI,
-        SOI + b"\xff\xff" + FRAME + SCAN + b"\xff" + EOI,
-        SOI + FRAME + SCAN + SCAN + EOI + b"trailing bytes",
-    ],
-    ids=["plain", "fill bytes", "two scans"],
-)
-def test_the_markers_of_a_whole_jpeg_can_be_walked(data):
-    assert walk_jpeg(data) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"\x00" + SOI + FRAME + SCAN + EOI, "bad-structure"),
-        (SOI + FRAME + SCAN, "truncated-image"),
-        (SOI + FRAME + SCAN + b"\xff", "truncated-image"),
-        (SOI + FRAME[:6], "truncated-image"),
-        (SOI + FRAME + EOI, "bad-structure"),
-        (SOI + SCAN + EOI, "bad-structure"),
-        (SOI + FRAME + FRAME + SCAN + EOI, "bad-structure"),
-        (SOI + b"junk" + FRAME + SCAN + EOI, "bad-structure"),
-        (SOI + FRAME.replace(b"\x00\x02\x00\x01", b"\x00\x00\x00\x01") + SCAN + EOI, "bad-structure"),
-        (SOI + SOI + FRAME + SCAN + EOI, "bad-structure"),
-    ],
-    ids=[
-        "stray-byte",
-        "no-eoi",
-        "half-marker",
-        "cut-segment",
-        "no-scan",
-        "no-frame",
-        "two-frames",
-        "junk",
-        "no-height",
-        "two-starts",
-    ],
-)
-def test_a_broken_structure_is_named(data, reason):
-    with pytest.raises(BadImage) as fault:
-        walk_jpeg(data)
-    assert fault.value.reason == reason
 
 
 def test_files_are_read_and_what_is_none_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""All files of a pack or none: signals, kills, a second pack, a full disk."""
+"""All files of a pack or none: signals, kills at every point, a second pack, a disk that refuses."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ import pytest
 from pack_files import files_of, folder_of
 
 from rwkvclip_cli.config import PackConfig
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
 from rwkvclip_cli.data.packing.pack import pack
 
@@ -103,31 +103,184 @@ def test_an_old_output_stays_whole_until_the_new_one_is(tmp_path):
     assert files_of(out) == first
 
 
-def test_an_old_rec_never_stands_beside_a_new_index(tmp_path, monkeypatch):
+# Commits new files over old ones again and again, in folders 0, 1, ...: killed before the first operation on the file
+# system, before the second, and so on until one comes to its end. With `again`, all are killed at the same point, and
+# it is the clean-up after it that is killed at every one.
+KILLED = """
+import os, sys
+from pathlib import Path
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
+
+root, old_parts, first_kill, again = Path(sys.argv[1]), sys.argv[2].split(), int(sys.argv[3]), sys.argv[4] == "again"
+
+def killed_before(count, act):
+    child = os.fork()
+    if not child:
+        def count_down(event, arguments):
+            nonlocal count
+            if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "open"):
+                count -= 1
+                if count < 0:
+                    os._exit(9)
+        output = act()
+        sys.addaudithook(count_down)
+        output()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+def commit(out):
+    def prepare():
+        output = OutputSet(str(out), overwrite=True).__enter__()
+        for part in ("rec", "idx"):
+            output.partial[part].write_text("new")
+        output.rejects.write("new")
+        output.sources.write("new")
+        return lambda: output.commit({"count": "new"})
+    return prepare
+
+number = 0
+while True:
+    out = root / str(number) / "o.rec"
+    out.parent.mkdir()
+    for part in old_parts:
+        out.with_name("o" + SUFFIXES[part]).write_text("old")
+    if again:
+        killed_before(first_kill, commit(out))
+        if not killed_before(number, lambda: lambda: OutputSet(str(out), overwrite=True)):
+            break
+    elif not killed_before(number, commit(out)):
+        break
+    number += 1
+"""
+
+
+def killed_at_every_point(root: Path, old_parts: list[str], first_kill: int = 0, again: bool = False) -> list[Path]:
+    """The outputs that are left, one for each point."""
+    arguments = [str(root), " ".join(old_parts), str(first_kill), "again" if again else "once"]
+    subprocess.run([sys.executable, "-c", KILLED, *arguments], check=True, timeout=120)
+    return [root / str(number) / "o.rec" for number in range(len(list(root.iterdir())))]
+
+
+def age(out: Path) -> set[str]:
+    """Which packs the files under the final names are of."""
+    return {"new" if "new" in path.read_text() else "old" for path in finals(out) if path.exists()}
+
+
+@pytest.mark.parametrize("old_parts", [list(SUFFIXES), ["idx", "rec"], ["idx", "sources"], []], ids=" ".join)
+def test_a_commit_killed_at_any_point_leaves_the_old_files_or_the_new_to_the_next_pack(tmp_path, old_parts):
+    outs = killed_at_every_point(tmp_path, old_parts)
+    assert len(outs) > 10 + len(old_parts)
+    found = []
+    for out in outs:
+        if out.exists():
+            assert len(age(out)) == 1, "a .rec beside files of another pack"
+        with OutputSet(str(out), overwrite=True):
+            found.append(age(out))
+            there = {path.name for path in finals(out) if path.exists()}
+            whole = SUFFIXES if found[-1] == {"new"} else old_parts
+            assert there == {"o" + SUFFIXES[part] for part in whole}
+        assert {path.name for path in out.parent.iterdir()} == there
+    old = {"old"} if old_parts else set()
+    done = found.index({"new"})
+    assert found == [old] * done + [{"new"}] * (len(outs) - done)
+    assert 0 < done < len(outs)
+
+
+@pytest.mark.parametrize("old_parts", [list(SUFFIXES), ["idx", "sources"]], ids=" ".join)
+def test_a_clean_up_killed_at_any_point_is_finished_by_the_next(tmp_path, old_parts):
+    (tmp_path / "once").mkdir()
+    commits = killed_at_every_point(tmp_path / "once", old_parts)
+    # The latest kill that still has to be undone: all files but the .rec are in place.
+    last = max(number for number, out in enumerate(commits) if not out.exists())
+    (tmp_path / "again").mkdir()
+    outs = killed_at_every_point(tmp_path / "again", old_parts, last, again=True)
+    assert len(outs) > 5
+    for out in outs:
+        with OutputSet(str(out), overwrite=True):
+            assert {path.name for path in finals(out) if path.exists()} == {"o" + SUFFIXES[part] for part in old_parts}
+            assert age(out) == {"old"}
+        assert len(list(out.parent.iterdir())) == len(old_parts)
+
+
+def test_without_overwrite_what_a_killed_commit_left_is_cleaned_up_all_the_same(tmp_path):
+    (tmp_path / "fresh").mkdir()
+    for out in killed_at_every_point(tmp_path / "fresh", []):
+        if out.exists():
+            continue
+        with OutputSet(str(out), overwrite=False):
+            assert not any(path.exists() for path in finals(out))
+    (tmp_path / "old").mkdir()
+    for out in killed_at_every_point(tmp_path / "old", list(SUFFIXES)):
+        with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
+            OutputSet(str(out), overwrite=False)
+        assert {path.name for path in out.parent.iterdir()} == {path.name for path in finals(out)}
+        assert len(age(out)) == 1
+
+
+@pytest.mark.parametrize("old_parts", [list(SUFFIXES), ["idx"], []], ids=" ".join)
+def test_a_commit_that_fails_at_any_rename_leaves_the_old_files(tmp_path, monkeypatch, old_parts):
+    rename = os.rename
+    renames = 1 + len(old_parts) + len(SUFFIXES)
+    for failing in range(renames + 1):
+        out = tmp_path / str(failing) / "o.rec"
+        out.parent.mkdir()
+        for part in old_parts:
+            out.with_name("o" + SUFFIXES[part]).write_text("old")
+        done = 0
+
+        def refuse(source, target, failing=failing):
+            nonlocal done
+            done += 1
+            if done - 1 == failing:
+                raise OSError(5, "Input/output error")
+            rename(source, target)
+
+        with OutputSet(str(out), overwrite=True) as output, monkeypatch.context() as patched:
+            for part in ("rec", "idx"):
+                output.partial[part].write_text("new")
+            output.rejects.write("new")
+            output.sources.write("new")
+            patched.setattr(os, "rename", refuse)
+            if failing == renames:
+                output.commit({"count": "new"})
+            else:
+                with pytest.raises(RwkvClipError, match=r"cannot write .*o\.rec: Input/output error$"):
+                    output.commit({"count": "new"})
+        parts, ages = (SUFFIXES, {"new"}) if failing == renames else (old_parts, {"old"} if old_parts else set())
+        assert {path.name for path in out.parent.iterdir()} == {"o" + SUFFIXES[part] for part in parts}
+        assert age(out) == ages
+
+
+def test_where_even_undoing_fails_the_error_says_where_the_old_files_are(tmp_path, monkeypatch):
     out = tmp_path / "o.rec"
     for path in finals(out):
         path.write_text("old")
-    replace = os.replace
-
-    def stop_before_rec(source, target):
-        if str(target).endswith(".rec"):
-            raise OSError(5, "Input/output error")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", stop_before_rec)
-    with OutputSet(str(out), overwrite=True) as output:
+    with OutputSet(str(out), overwrite=True) as output, monkeypatch.context() as patched:
         for part in ("rec", "idx"):
             output.partial[part].write_text("new")
-        with pytest.raises(RwkvClipError, match="Input/output error"):
-            output.commit({})
+        rename = os.rename
+
+        def refuse(source, target):
+            if target == output.final["sources"]:
+                raise OSError(5, "Input/output error")
+            rename(source, target)
+
+        patched.setattr(os, "rename", refuse)
+        patched.setattr(os, "replace", refuse)
+        with pytest.raises(RwkvClipError, match=r"waits in .*\.o\.rec\.replaced for the next pack"):
+            output.commit({"count": "new"})
     assert not out.exists()
-    assert not list(tmp_path.glob(".o*"))
+    with OutputSet(str(out), overwrite=True):
+        assert age(out) == {"old"}
+        assert all(path.exists() for path in finals(out))
 
 
-@pytest.mark.parametrize("limit", [0, 10_000])
-def test_a_full_disk_is_one_clear_error(tmp_path, limit):
-    source = folder_of(tmp_path / "imgs", 30)
-    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(tmp_path / "o.rec"), "--proof", "none"]
+@pytest.mark.parametrize("limit", [0, 10_000, 53_000])
+def test_a_full_disk_is_one_clear_error_and_the_old_files_stay(tmp_path, limit):
+    source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
+    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(out), "--proof", "none", "--overwrite"]
+    for path in finals(out):
+        path.write_text("old")
 
     def bound_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -138,4 +291,5 @@ def test_a_full_disk_is_one_clear_error(tmp_path, limit):
     assert "cannot write" in done.stderr
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["imgs", *(path.name for path in finals(out))])
+    assert {path.read_text() for path in finals(out)} == {"old"}

@@ -130,11 +130,11 @@ def test_the_records_hold_header_tokens_and_jpeg(packed):
         by_source = {source: ordinal for ordinal, (_, source, _) in enumerate(sources)}
         cat = reader.record(by_source["imgs/cat_two_jpegs.jpg"])
         captions = ["an awkward picture", "cat_two_jpegs.jpg"]
-        assert list(cat.labels) == tokenizer.tokenize_slots(captions, 3)
+        assert list(cat.labels) == tokenizer.fill_slots(captions, 3)[0]
         long = reader.record(by_source["imgs/long.json".replace("json", "jpg")])
-        assert list(long.labels) == tokenizer.tokenize_slots(["word " * 100, "b", "c"], 3)
+        assert list(long.labels) == tokenizer.fill_slots(["word " * 100, "b", "c"], 3)[0]
         word = reader.record(by_source["pairs.csv:2:imgs/cat_two_jpegs.jpg"])
-        assert list(word.labels) == tokenizer.tokenize_slots(["NA"], 3)
+        assert list(word.labels) == tokenizer.fill_slots(["NA"], 3)[0]
         duck = reader.record(by_source["demo.tar:00_duck.jpg"])
         assert tokenizer.decode(duck.labels[:77]) == "rubber duck"
 
@@ -266,7 +266,7 @@ def test_slots_context_quality_and_size_follow_the_options(tmp_path):
     assert summary.statistics["captions_truncated"] == 1
     with RecordReader(tmp_path / "o.rec") as reader:
         record = reader.record(2)
-        assert list(record.labels) == Tokenizer().tokenize_slots(["first", "second one is longer"], 2, 5)
+        assert list(record.labels) == Tokenizer().fill_slots(["first", "second one is longer"], 2, 5)[0]
         assert read_rgb(record.image).shape == (10, 32, 3)
 
 
@@ -363,7 +363,7 @@ with open_writer(kind, Path(rec), Path(idx)) as writer:
 def test_the_real_mxnet_writes_the_same_bytes(run_mxnet, tmp_path):
     magic = bytes.fromhex("0a23d7ce")
     images = [photo(), b"odd", b"", magic * 2 + b"x" + magic]
-    labels = Tokenizer().tokenize_slots(["a cat"], 3)
+    labels = Tokenizer().fill_slots(["a cat"], 3)[0]
     lines = [" ".join(map(str, labels)) + "\t" + image.hex() for image in images]
     (tmp_path / "records").write_text("\n".join(lines))
     root = Path(pool.__file__).parents[3]

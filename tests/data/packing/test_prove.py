@@ -11,8 +11,9 @@ from nvidia.dali import Pipeline, fn, types
 from pack_files import smooth
 from PIL import Image
 
-from rwkvclip_cli.data.packing.images import BadImage, encode_jpeg, read_rgb
+from rwkvclip_cli.data.packing.images import encode_jpeg, read_rgb
 from rwkvclip_cli.data.packing.prove import FAITHFUL_MEAN, KEPT, RESIZED, Decoder, ImageOptions, Prepared, prepare
+from rwkvclip_cli.data.packing.samples import BadImage
 
 FOLDER = Path(__file__).parent
 WEIRD = {
@@ -126,6 +127,22 @@ def test_a_long_side_is_resized_and_a_short_one_is_not():
     assert kept == Prepared(short, KEPT, 48, 40)
 
 
+def without_its_end(jpeg: bytes) -> bytes:
+    """The JPEG less a third of its only scan, all markers in place."""
+    return jpeg[: len(jpeg) * 2 // 3].rstrip(b"\xff") + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("max_side", [None, 40], ids=["kept", "resized"])
+def test_a_jpeg_whose_data_ends_early_is_refused_though_decoders_take_it(max_side):
+    whole = encode_jpeg(smooth(), 90)
+    short = without_its_end(whole)
+    assert np.array_equal(dali_pixels(short), read_rgb(short))
+    good, bad, last = prepare([whole, short, whole], ImageOptions(max_side=max_side))
+    assert isinstance(bad, BadImage)
+    assert (bad.reason, bad.message) == ("truncated-image", "the data of a scan ends before the picture does")
+    assert outcome(good) == outcome(last) == (RESIZED if max_side else KEPT)
+
+
 def test_a_size_other_than_expected_is_not_decoded():
     jpeg = encode_jpeg(smooth(), 90)
     assert Decoder().decode([jpeg, jpeg], [(48, 32), (32, 48)])[1] is None
@@ -141,11 +158,13 @@ def test_structure_keeps_whole_markers_and_mends_broken_ones():
     assert outcome(other) == "re-encoded:png"
 
 
-def test_no_proof_keeps_any_jpeg_but_still_makes_jpeg_of_the_rest():
+def test_no_proof_keeps_any_common_jpeg_but_still_makes_jpeg_of_the_rest():
     jpeg = encode_jpeg(smooth(), 90)[:-2]
-    kept, other = prepare([jpeg, png(smooth())], ImageOptions(proof="none"))
+    rare = (FOLDER / "weird_images" / "cat_arithmetic.jpg").read_bytes()
+    kept, other, mended = prepare([jpeg, png(smooth()), rare], ImageOptions(proof="none"))
     assert kept == Prepared(jpeg, KEPT, 48, 32)
     assert outcome(other) == "re-encoded:png"
+    assert outcome(mended) == "re-encoded:rare-jpeg"
 
 
 @pytest.mark.parametrize("proof", ["structure", "none"])

@@ -169,6 +169,7 @@ def sample(*sidecars: tuple[str, bytes], keys: tuple[str, ...] = ()) -> Sample:
         ([("json", b'{"captions": [], "caption": "c"}')], ["c"]),
         ([("json", b'{"caption": null, "text": "t"}')], ["t"]),
         ([("json", b'{"title": "t"}')], ["t"]),
+        ([("json", b'{"Caption": "c", "TEXT": "t"}')], ["c"]),
         ([("json", b'\xef\xbb\xbf{"caption": 7}')], ["7"]),
         ([("json", b'["a", "b"]')], ["a", "b"]),
         ([("json", b'{"url": "u"}')], []),

@@ -91,6 +91,47 @@ def test_rows_that_cannot_be_trusted_are_rejects_with_their_line(tmp_path):
     assert "lines 4 to 5" in last.message
 
 
+def test_a_quoted_cell_of_a_csv_may_hold_tabs_and_line_ends(tmp_path):
+    content = 'image,caption\na.jpg,"one\n\ttwo"\nb.jpg,fine\n'
+    assert table(tmp_path / "t.csv", content) == [("t.csv:2:a.jpg", ["one\n\ttwo"]), ("t.csv:4:b.jpg", ["fine"])]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("Image", "Caption"), ["c"]),
+        (("JPG", "TEXT"), ["c"]),
+        (("image", "id", "Title", "caption"), ["caption of its own"]),
+        (("Image", "caption", "Caption"), ["c"]),
+        (("file_name", "Captions"), ["c"]),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
+def test_the_usual_columns_are_found_in_any_case_in_every_kind_of_table(tmp_path, names, found, suffix):
+    values = [{0: "a.jpg", 1: "c", 3: "caption of its own"}.get(at, "other") for at in range(len(names))]
+    if suffix == "jsonl":
+        content = json.dumps(dict(zip(names, values, strict=True)))
+    else:
+        delimiter = "," if suffix == "csv" else "\t"
+        content = "\n".join(delimiter.join(cells) for cells in (names, values))
+    path = tmp_path / f"t.{suffix}"
+    (kept,) = table(path, content)
+    assert kept == (f"t.{suffix}:{1 if suffix == 'jsonl' else 2}:a.jpg", found)
+    assert find_sources([str(path)], SourceOptions()) == [(str(path), "table")]
+
+
+def test_named_columns_are_taken_as_they_are_spelled(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"Image": "a.jpg", "Caption": "c"}')
+    with pytest.raises(UsageError, match="no column 'image' among Image, Caption") as fault:
+        find_sources([str(tmp_path / "t.jsonl")], SourceOptions(image_key="image"))
+    assert fault.value.hint == "--image-key Image"
+
+
+def test_of_two_columns_with_one_name_the_first_counts_and_short_rows_end_in_blanks(tmp_path):
+    content = "image,caption,caption\na.jpg,one,two\nb.jpg\n"
+    assert table(tmp_path / "t.csv", content) == [("t.csv:2:a.jpg", ["one"]), ("t.csv:3:b.jpg", [])]
+
+
 def test_a_stray_quote_in_a_tsv_does_not_merge_rows_silently(tmp_path):
     content = 'image\tcaption\na.jpg\t"open\nb.jpg\tx\nc.jpg\tclose"\nd.jpg\tfine\n'
     assert table(tmp_path / "t.tsv", content) == [("t.tsv:2", "bad-row"), ("t.tsv:5:d.jpg", ["fine"])]

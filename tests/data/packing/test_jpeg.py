@@ -1,0 +1,148 @@
+"""JPEG as bytes: walked by its markers, and shown to hold all of its picture."""
+
+import io
+
+import numpy as np
+import pytest
+from pack_files import smooth
+from PIL import Image
+
+from rwkvclip_cli.data.packing.images import read_rgb
+from rwkvclip_cli.data.packing.jpeg import SCAN_DATA, is_common_jpeg, lengthen_scans, segments, walk_jpeg
+from rwkvclip_cli.data.packing.samples import BadImage
+
+# The smallest whole JPEG skeleton: frame header of 1 x 2 pixels, then a scan with a stuffed zero and a restart.
+SOI, EOI = b"\xff\xd8", b"\xff\xd9"
+FRAME = b"\xff\xc0\x00\x0b\x08\x00\x02\x00\x01\x01\x01\x11\x00"
+SCAN = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x12\xff\x00\x34\xff\xd0\x56"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        SOI + FRAME + SCAN + EOI,
+        SOI + b"\xff\xff" + FRAME + SCAN + b"\xff" + EOI,
+        SOI + FRAME + SCAN + SCAN + EOI + b"trailing bytes",
+    ],
+    ids=["plain", "fill bytes", "two scans"],
+)
+def test_the_markers_of_a_whole_jpeg_can_be_walked(data):
+    assert walk_jpeg(data) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x00" + SOI + FRAME + SCAN + EOI, "bad-structure"),
+        (SOI + FRAME + SCAN, "truncated-image"),
+        (SOI + FRAME + SCAN + b"\xff", "truncated-image"),
+        (SOI + FRAME[:6], "truncated-image"),
+        (SOI + FRAME + EOI, "bad-structure"),
+        (SOI + SCAN + EOI, "bad-structure"),
+        (SOI + FRAME + FRAME + SCAN + EOI, "bad-structure"),
+        (SOI + b"junk" + FRAME + SCAN + EOI, "bad-structure"),
+        (SOI + FRAME.replace(b"\x00\x02\x00\x01", b"\x00\x00\x00\x01") + SCAN + EOI, "bad-structure"),
+        (SOI + SOI + FRAME + SCAN + EOI, "bad-structure"),
+    ],
+    ids=[
+        "stray-byte",
+        "no-eoi",
+        "half-marker",
+        "cut-segment",
+        "no-scan",
+        "no-frame",
+        "two-frames",
+        "junk",
+        "no-height",
+        "two-starts",
+    ],
+)
+def test_a_broken_structure_is_named(data, reason):
+    with pytest.raises(BadImage) as fault:
+        walk_jpeg(data)
+    assert fault.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("frame", "common"), [(b"\xc0", True), (b"\xc1", True), (b"\xc2", True), (b"\xc3", False), (b"\xc9", False)]
+)
+def test_lossless_and_arithmetic_frames_are_rare(frame, common):
+    tables = b"\xff\xc4\x00\x02\xff\xcc\x00\x02"  # DHT and DAC are no frames
+    assert is_common_jpeg(SOI + tables + FRAME.replace(b"\xc0", frame) + SCAN + EOI) is common
+
+
+@pytest.mark.parametrize("data", [b"", b"GIF89a", SOI + b"junk", SOI + EOI])
+def test_what_cannot_be_walked_is_left_for_others_to_judge(data):
+    assert is_common_jpeg(data)
+
+
+def test_surplus_stands_behind_each_restart_interval_and_scan():
+    surplus = b"\xa5\x3c\xc3\x5a\x96\x69\x9a\xe4" * 2
+    last = SCAN.replace(b"\xff\xd0", b"\x78")
+    lengthened = SOI + FRAME + SCAN.replace(b"\xff\xd0", surplus + b"\xff\xd0") + surplus + b"\xff\xd1" + surplus
+    lengthened += b"\xff\xc4\x00\x03\xff" + last + surplus + b"\xff\xd0" + surplus + b"\xff" + EOI + b"trailing" + SCAN
+    data = SOI + FRAME + SCAN + b"\xff\xc4\x00\x03\xff" + last + b"\xff" + EOI + b"trailing" + SCAN
+    assert lengthen_scans(data) == lengthened
+
+
+CODINGS = {
+    "baseline": {},
+    "full chroma": {"subsampling": 0, "optimize": True},
+    "progressive": {"progressive": True},
+    "restarts": {"restart_marker_blocks": 3},
+    "grey": {"mode": "L"},
+    "grey progressive": {"mode": "L", "progressive": True},
+    "cmyk": {"mode": "CMYK"},
+}
+PICTURES = {
+    "smooth": smooth(0, (72, 50)),
+    "noise": np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8),
+    "white": np.full((50, 72, 3), 255, np.uint8),
+    "red": np.full((50, 72, 3), (200, 30, 60), np.uint8),
+}
+
+
+def coded(picture: str, coding: str) -> bytes:
+    options = dict(CODINGS[coding])
+    buffer = io.BytesIO()
+    Image.fromarray(PICTURES[picture]).convert(options.pop("mode", "RGB")).save(buffer, "JPEG", quality=85, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("picture", PICTURES)
+def test_lengthened_scans_show_the_same_picture_where_it_is_whole(picture, coding):
+    data = coded(picture, coding)
+    lengthened = lengthen_scans(data)
+    assert len(lengthened) > len(data)
+    assert np.array_equal(read_rgb(lengthened), read_rgb(data))
+    assert walk_jpeg(lengthened) == walk_jpeg(data)
+
+
+def check_cuts(picture: str, coding: str, every: int) -> None:
+    """Cut each scan short at every `every`-th byte, the markers behind it kept: what it loses has to show."""
+    data = coded(picture, coding)
+    whole = read_rgb(data)
+    damaged = 0
+    for start, end in [(start, end) for marker, start, end in segments(data) if marker == SCAN_DATA]:
+        for cut in range(start, end, every):
+            short = data[:cut].rstrip(b"\xff") + data[end:]
+            seen = read_rgb(short)
+            if np.array_equal(seen, whole):  # nothing but padding is gone
+                continue
+            damaged += 1
+            assert not np.array_equal(read_rgb(lengthen_scans(short)), seen), f"{cut - start} of {end - start} bytes"
+    assert damaged > 0
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_scan_that_ends_early_shows_in_other_pixels(coding):
+    check_cuts("smooth", coding, 23)
+    check_cuts("red", coding, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_scan_that_ends_anywhere_early_shows_in_other_pixels(picture, coding):
+    check_cuts(picture, coding, 1)
