@@ -20,6 +20,7 @@ from rwkvclip_cli.launch.lifeline import adopt_stderr, die_with_parent
 
 FOLDER_VARIABLE = "RWKVCLIP_EXIT_DIR"
 SUFFIX = ".exit.json"
+BEGUN = "attempt-{}"  # a file of this name says that a rank of this attempt has begun
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def record_exit(code: int, message: str = "", traceback: str = "", hint: str = "
     """
     if not has_launcher():
         return
-    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank, attempt = int(os.environ.get("RANK", "0")), _attempt()
     record = ExitRecord(code, message, hint, traceback, rank, socket.gethostname(), time.time(), attempt)
     target = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{rank}-attempt-{attempt}{SUFFIX}"
     aside = target.with_suffix(f".{os.getpid()}")
@@ -59,15 +60,19 @@ def record_exit(code: int, message: str = "", traceback: str = "", hint: str = "
             aside.replace(target)
 
 
-def read_exits(folder: Path) -> list[ExitRecord]:
-    """All records of the last attempt, the earliest first."""
+def has_begun(folder: Path, attempt: int) -> bool:
+    """Whether a rank of this attempt has begun, torchrun's restarts counting from 0."""
+    return (folder / BEGUN.format(attempt)).exists()
+
+
+def read_exits(folder: Path, attempt: int) -> list[ExitRecord]:
+    """All records of an attempt, the earliest first."""
     names = {field.name for field in fields(ExitRecord)}
     records = []
     for path in folder.glob(f"*{SUFFIX}"):
         document = json.loads(path.read_text(encoding="utf-8"))
         records.append(ExitRecord(**{name: document[name] for name in names}))
-    last = max((record.attempt for record in records), default=0)
-    return sorted((record for record in records if record.attempt == last), key=lambda record: record.time_s)
+    return sorted((record for record in records if record.attempt == attempt), key=lambda record: record.time_s)
 
 
 @contextlib.contextmanager
@@ -75,11 +80,14 @@ def exit_recorded() -> Iterator[None]:
     """Around a whole worker: tie it to the launcher, record how it ends, and leave the telling to the launcher.
 
     Without a launcher nothing changes. A stop with everything saved (75) leaves with 0, or torchrun would
-    kill the ranks that are still saving and restart the job; the launcher reads 75 from the record.
+    kill the ranks that are still saving and restart the job; the launcher reads 75 from the record. Rank 0 says
+    itself where everything is, before it leaves so.
     """
     if not has_launcher():
         yield
         return
+    with contextlib.suppress(OSError):
+        (Path(os.environ[FOLDER_VARIABLE]) / BEGUN.format(_attempt())).touch()
     die_with_parent()
     adopt_stderr(os.environ[FOLDER_VARIABLE])
     try:
@@ -100,6 +108,10 @@ def exit_recorded() -> Iterator[None]:
     except BaseException as error:
         record_exit(EXIT_FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
         raise SystemExit(EXIT_FAILED) from None
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _code_of(leaving: SystemExit) -> int:

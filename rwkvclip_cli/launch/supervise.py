@@ -10,6 +10,7 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from pathlib import Path
 from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.launch import lifeline, processes
-from rwkvclip_cli.launch.exit_record import FOLDER_VARIABLE, read_exits
+from rwkvclip_cli.launch.exit_record import FOLDER_VARIABLE, has_begun, read_exits
 from rwkvclip_cli.launch.plan import NodeCommand
 from rwkvclip_cli.launch.torchrun_log import TorchrunLog
-from rwkvclip_cli.launch.verdict import Stop, Verdict, judge
+from rwkvclip_cli.launch.verdict import Stop, Verdict, blame, judge
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A worker knows SIGTERM and SIGUSR1 as the wish to save and stop; a lost terminal is the same wish.
@@ -63,6 +64,7 @@ class _Supervisor:
     def __init__(self, node: NodeCommand, folder: str, caught: list[int], stop_grace_s: float) -> None:
         self.node, self.folder, self.caught, self.stop_grace_s = node, folder, caught, stop_grace_s
         self.log = TorchrunLog()
+        self.attempt = 0
         self.stop_signal: int | None = None
         self.deadline_s = float("inf")
         self.signalled: set[int] = set()
@@ -108,9 +110,18 @@ class _Supervisor:
                         lifeline.hand_out_stderr(listener)
                     elif not self._relay(pipe):
                         selector.unregister(pipe)
+                self._tell_restart()
                 self._take_signals()
                 if self.stop_signal is not None:
                     self._pursue_stop(torchrun)
+
+    def _tell_restart(self) -> None:
+        """Say why an attempt failed once the next one has begun: its ranks left the telling to the launcher."""
+        while has_begun(Path(self.folder), self.attempt + 1):
+            _show(blame(read_exits(Path(self.folder), self.attempt), self.log.tracebacks()))
+            self.log.forget_tracebacks()
+            self.attempt += 1
+            console.say(f"restart {self.attempt}: torchrun has started the ranks again")
 
     def _relay(self, pipe: int) -> bool:
         """Pass on what can be read now; False at the end of the pipe."""
@@ -160,19 +171,24 @@ class _Supervisor:
             self.killed += tuple(sorted(worker.rank for worker in killed))
 
     def _conclude(self, torchrun_code: int) -> int:
+        self._tell_restart()
         stop = (
             None if self.stop_signal is None else Stop(self.stop_signal, self.stop_grace_s, self.killed, self.hurried)
         )
-        verdict = judge(read_exits(Path(self.folder)), self.log.failures(), torchrun_code, stop, self.log.tracebacks())
+        records, failures = read_exits(Path(self.folder), self.attempt), self.log.failures()
+        verdict = judge(records, failures, torchrun_code, stop, self.log.tracebacks())
         _show(verdict)
         return verdict.exit_code
 
 
 def _show(verdict: Verdict) -> None:
+    """Write the verdict to stderr, even where this process itself is a rank of something else."""
     if verdict.traceback:
-        console.say(verdict.traceback)
+        print(verdict.traceback, file=sys.stderr, flush=True)
     if verdict.message:
         console.show_error(RwkvClipError(verdict.message, verdict.hint))
+    elif verdict.hint:
+        print(f"  try: {verdict.hint}", file=sys.stderr, flush=True)
 
 
 def _write_stderr(data: bytes) -> None:

@@ -54,6 +54,13 @@ class TorchrunLog:
         _, *found = "\n".join(self._held).split(opening)
         return "".join(opening + each for each in found if REPORT not in each).rstrip()
 
+    def forget_tracebacks(self) -> None:
+        """Let go of what was held back, but for torchrun's report: the ranks go on, and their lines pass again."""
+        opening = TRACEBACK.decode()
+        _, *found = "\n".join(self._held).split(opening)
+        self._held = [line for each in found if REPORT in each for line in (opening + each).split("\n")]
+        self._holding = bool(self._held)
+
     def failures(self) -> list[Failure]:
         """The workers in torchrun's report, the one it saw fail first in front."""
         found = [Failure(int(match["rank"]), int(match["code"])) for match in FAILURE.finditer("\n".join(self._held))]

@@ -48,7 +48,7 @@ def judge(
 ) -> Verdict:
     """Decide how the run ended.
 
-    `records` in order of time, `failures` with torchrun's first in front; `torchrun_code` as subprocess
+    `records` of the last attempt by time, `failures` with torchrun's first in front; `torchrun_code` as subprocess
     gives it, negative for a signal.
     """
     if stop is not None and stop.killed:
@@ -58,11 +58,14 @@ def judge(
         return Verdict(EXIT_SIGNAL + stop.signal, f"killed {why}: rank {ranks}; unsaved steps are lost", hint=hint)
     if stop is not None and stop.signal == signal.SIGINT:
         return Verdict(EXIT_SIGNAL + signal.SIGINT, "interrupted")
-    cause = _first_cause(records, failures, stop, torchrun_traceback)
+    # torchrun's word that all ranks ended well is good: a failure that was written down is one that a restart mended.
+    cause = None if torchrun_code == EXIT_DONE else _first_cause(records, failures, stop, torchrun_traceback)
     if cause is not None:
         return cause
-    if any(record.code == EXIT_STOPPED for record in records):
-        return Verdict(EXIT_STOPPED, "stopped on request, everything saved", hint="the same command continues")
+    stopped = [record.rank for record in records if record.code == EXIT_STOPPED]
+    if stopped:
+        message = "" if 0 in stopped else "stopped on request, everything saved"  # rank 0 has said so itself
+        return Verdict(EXIT_STOPPED, message, hint="the same command continues")
     if stop is not None and not failures and not records and torchrun_code != EXIT_DONE:
         return Verdict(EXIT_STOPPED, "stopped on request before any rank had started")
     if stop is not None and torchrun_code != EXIT_DONE:
@@ -70,6 +73,12 @@ def judge(
     if torchrun_code == EXIT_DONE:
         return Verdict(EXIT_DONE)
     return _torchrun_failed(torchrun_code, torchrun_traceback)
+
+
+def blame(records: Sequence[ExitRecord], traceback: str) -> Verdict:
+    """Why an attempt failed that torchrun lets another one follow, from the same sources."""
+    cause = _first_cause(records, (), None, traceback)
+    return cause or Verdict(EXIT_FAILED, "a rank has failed and left no word why", traceback)
 
 
 def _first_cause(

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 
+from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.launch.exit_record import exit_recorded
 
@@ -37,6 +38,7 @@ def stop_on_request(*, obey: bool = True) -> None:
         time.sleep(0.01)
     time.sleep(0.2 * RANK)
     say(f"saved {RANK} {signal.Signals(asked[0]).name}")
+    console.say("stopped on request behind step 3; everything is in run")
     raise SystemExit(75)
 
 
@@ -49,6 +51,17 @@ def count_interrupts() -> None:
         time.sleep(0.01)
     time.sleep(0.2)
     say(f"interrupts={len(asked)}")
+
+
+def restart(mode: str) -> None:
+    """Fail at first; then end well ("restart"), or worse without a word ("restart-killed")."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if RANK == 1:
+            raise RwkvClipError("the disk is full", hint="df -h", exit_code=3)
+        sleep()
+    if mode == "restart-killed" and RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    say(f"again {RANK}")
 
 
 def run(mode: str) -> None:
@@ -68,6 +81,8 @@ def run(mode: str) -> None:
         raise ValueError("a bug in the loss")
     elif mode == "killed" and RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    elif mode.startswith("restart"):
+        restart(mode)
     else:
         sleep()
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from helpers import plain_environment
 
-from rwkvclip_cli.launch.exit_record import ExitRecord, exit_recorded, has_launcher, read_exits, record_exit
+from rwkvclip_cli.launch.exit_record import (
+    ExitRecord,
+    exit_recorded,
+    has_begun,
+    has_launcher,
+    read_exits,
+    record_exit,
+)
 
 BODY = """
 import os, signal, sys
@@ -48,7 +55,7 @@ def test_every_end_is_recorded(
     tmp_path: Path, body: str, exit_code: int, recorded: int, message: str, hint: str
 ) -> None:
     done = run_rank(tmp_path, body)
-    (record,) = read_exits(tmp_path)
+    (record,) = read_exits(tmp_path, 0)
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", "")
     assert (record.code, record.message, record.hint, record.rank) == (recorded, message, hint, 3)
     assert ("IndexError" in record.traceback) is message.startswith("IndexError")
@@ -57,7 +64,13 @@ def test_every_end_is_recorded(
 @pytest.mark.parametrize("body", ["pass", "raise SystemExit", "raise SystemExit(0)"])
 def test_a_good_end_leaves_no_record(tmp_path: Path, body: str) -> None:
     assert run_rank(tmp_path, body).returncode == 0
-    assert list(tmp_path.iterdir()) == []
+    assert read_exits(tmp_path, 0) == []
+
+
+def test_a_rank_says_that_its_attempt_has_begun(tmp_path: Path) -> None:
+    assert not has_begun(tmp_path, 0)
+    run_rank(tmp_path, "pass", TORCHELASTIC_RESTART_COUNT="2")
+    assert [has_begun(tmp_path, attempt) for attempt in range(4)] == [False, False, True, False]
 
 
 def test_a_folder_that_is_gone_hides_no_fault(tmp_path: Path) -> None:
@@ -79,7 +92,7 @@ def test_the_first_record_of_a_rank_stays(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_RANK", "0")
     record_exit(1, "the cause")
     record_exit(1, "its consequence")
-    assert [record.message for record in read_exits(tmp_path)] == ["the cause"]
+    assert [record.message for record in read_exits(tmp_path, 0)] == ["the cause"]
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0-attempt-0.exit.json"]
 
 
@@ -107,9 +120,10 @@ def write(folder: Path, **values: object) -> None:
     (folder / f"{record['rank']}-{record['attempt']}.exit.json").write_text(json.dumps(record))
 
 
-def test_records_come_in_order_of_time_from_the_last_attempt(tmp_path: Path) -> None:
+def test_records_come_in_order_of_time_from_one_attempt(tmp_path: Path) -> None:
     write(tmp_path, rank=0, time_s=30.0, attempt=1)
     write(tmp_path, rank=1, time_s=20.0, attempt=1)
     write(tmp_path, rank=2, time_s=10.0, attempt=0)
-    assert [record.rank for record in read_exits(tmp_path)] == [1, 0]
-    assert read_exits(tmp_path)[0] == ExitRecord(1, "", "", "", 1, "node0", 20.0, 1)
+    assert [record.rank for record in read_exits(tmp_path, 1)] == [1, 0]
+    assert [record.rank for record in read_exits(tmp_path, 0)] == [2]
+    assert read_exits(tmp_path, 1)[0] == ExitRecord(1, "", "", "", 1, "node0", 20.0, 1)

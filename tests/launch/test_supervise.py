@@ -22,7 +22,7 @@ from rwkvclip_cli.launch.plan import NodeCommand, plan
 from rwkvclip_cli.launch.preflight import survey
 from rwkvclip_cli.launch.supervise import supervise
 agent, mode, grace_s = sys.argv[1:]
-config = LaunchConfig(cpus=2)
+config = LaunchConfig(cpus=2, max_restarts=int(mode.startswith("restart")))
 node = NodeCommand((sys.executable, agent, mode), {})
 if agent == "torchrun":
     node = plan(config, (mode,), survey(config), module="stub_worker").here
@@ -35,13 +35,15 @@ TORCHRUN = "torchrun"
 class Launched:
     """A launcher with its ranks, in a process of its own."""
 
-    def __init__(self, folder: Path, mode: str, agent: str, grace_s: float, ignore_hangup: bool) -> None:
+    def __init__(
+        self, folder: Path, mode: str, agent: str, grace_s: float, ignore_hangup: bool, env: dict[str, str]
+    ) -> None:
         self.out, self.err, self.temporary = folder / "out", folder / "err", folder / "temporary"
         self.temporary.mkdir()
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", LAUNCHER, agent, mode, str(grace_s)],
-                env=plain_environment({"PYTHONPATH": str(HERE), "TMPDIR": str(self.temporary)}),
+                env=plain_environment({"PYTHONPATH": str(HERE), "TMPDIR": str(self.temporary), **env}),
                 stdout=out,
                 stderr=err,
                 preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignore_hangup else None,
@@ -84,9 +86,9 @@ def assert_gone(pids: list[int]) -> None:
 
 @contextlib.contextmanager
 def launched(
-    folder: Path, mode: str, agent: str = STUB, grace_s: float = 60, *, ignore_hangup: bool = False
+    folder: Path, mode: str, agent: str = STUB, grace_s: float = 60, *, ignore_hangup: bool = False, **env: str
 ) -> Iterator[Launched]:
-    run = Launched(folder, mode, agent, grace_s, ignore_hangup)
+    run = Launched(folder, mode, agent, grace_s, ignore_hangup, env)
     try:
         yield run
     finally:
@@ -120,6 +122,14 @@ def test_a_bug_keeps_its_traceback_once(tmp_path: Path) -> None:
     assert err.endswith(f"rwkvclip: rank 1 on {os.uname().nodename}: ValueError: a bug in the loss\n")
 
 
+def test_a_bug_keeps_its_traceback_where_the_launcher_is_itself_a_rank(tmp_path: Path) -> None:
+    with launched(tmp_path, "bug", RANK="1", LOCAL_RANK="1") as run:
+        code, err = run.end()
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert err.endswith(f"rank 1 on {os.uname().nodename}: ValueError: a bug in the loss\n")
+
+
 @pytest.mark.parametrize(("sent", "received"), [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "SIGUSR1")])
 def test_a_stop_reaches_every_rank_once_saved_exits_75(tmp_path: Path, sent: str, received: str) -> None:
     with launched(tmp_path, "graceful") as run:
@@ -130,7 +140,7 @@ def test_a_stop_reaches_every_rank_once_saved_exits_75(tmp_path: Path, sent: str
         assert sorted(run.words("saved")) == [["0", received], ["1", received]]
     assert err.splitlines() == [
         f"{sent}: waiting up to 60 s for the workers to stop",
-        "rwkvclip: stopped on request, everything saved",
+        "stopped on request behind step 3; everything is in run",
         "  try: the same command continues",
     ]
     assert_gone(ranks)
@@ -262,6 +272,26 @@ def test_torchrun_traceback_that_nobody_recorded(tmp_path: Path) -> None:
     assert err.count("ValueError: a bug before anything is recorded") == 1
     assert "ChildFailedError" not in err
     assert err.splitlines()[-1] == f"rwkvclip: rank 1 on {os.uname().nodename} failed with exit code 1"
+
+
+def test_torchrun_restart_that_works_ends_well(tmp_path: Path) -> None:
+    with launched(tmp_path, "restart", TORCHRUN) as run:
+        code, err = run.end()
+        assert sorted(run.words("again")) == [["0"], ["1"]]
+    assert code == 0
+    assert err.splitlines() == [
+        f"rwkvclip: rank 1 on {os.uname().nodename}: the disk is full",
+        "  try: df -h",
+        "restart 1: torchrun has started the ranks again",
+    ]
+
+
+def test_torchrun_restart_that_fails_is_judged_by_its_own_end(tmp_path: Path) -> None:
+    with launched(tmp_path, "restart-killed", TORCHRUN) as run:
+        code, err = run.end()
+    assert code == 128 + signal.SIGKILL
+    assert err.count("the disk is full") == 1
+    assert err.splitlines()[3] == f"rwkvclip: rank 1 on {os.uname().nodename} was ended by SIGKILL"
 
 
 def test_torchrun_stop_on_request(tmp_path: Path) -> None:

@@ -55,6 +55,18 @@ def test_report_is_held_back_and_read(piece: int) -> None:
     assert log.tracebacks() == ""
 
 
+def test_a_restart_lets_lines_pass_again_and_keeps_the_report() -> None:
+    log = TorchrunLog()
+    assert log.feed(f"progress 1\n{WORKER_TRACEBACK}".encode()) == b"progress 1\n"
+    log.forget_tracebacks()
+    assert log.tracebacks() == ""
+    assert log.feed(b"progress 2\n") == b"progress 2\n"
+    assert log.feed(f"{WORKER_TRACEBACK}{REPORT}".encode()) == b""
+    log.forget_tracebacks()
+    assert log.tracebacks() == ""
+    assert log.failures() == [Failure(rank=5, exit_code=-9), Failure(rank=4, exit_code=-15)]
+
+
 def test_a_workers_traceback_is_kept_for_the_end() -> None:
     log = TorchrunLog()
     assert log.feed((WORKER_TRACEBACK + REPORT).encode()) == b""

@@ -7,7 +7,7 @@ import pytest
 
 from rwkvclip_cli.launch.exit_record import ExitRecord
 from rwkvclip_cli.launch.torchrun_log import Failure
-from rwkvclip_cli.launch.verdict import Stop, Verdict, judge
+from rwkvclip_cli.launch.verdict import Stop, Verdict, blame, judge
 
 HERE = socket.gethostname()
 STOP = Stop(signal.SIGTERM, 300)
@@ -21,8 +21,21 @@ def test_done() -> None:
     assert judge([], [], 0, None) == Verdict(0)
 
 
-def test_records_of_failures_before_a_restart_that_helped_do_not_count() -> None:
-    assert judge([], [], 0, STOP).exit_code == 0
+@pytest.mark.parametrize("stop", [None, STOP])
+def test_a_failure_does_not_count_where_torchrun_ended_well(stop: Stop | None) -> None:
+    assert judge([record(1, 1, "disk full")], [], 0, stop) == Verdict(0)
+
+
+def test_why_an_attempt_failed() -> None:
+    records = [record(0, 1), record(1, 3, "disk full", hint="df -h")]
+    assert blame(records, "") == Verdict(3, "rank 1 on node0: disk full", "", "df -h")
+    assert blame([], "Traceback ...") == Verdict(1, "a rank has failed and left no word why", "Traceback ...")
+
+
+def test_rank_0_has_told_itself_that_everything_is_saved() -> None:
+    elsewhere = judge([record(8, 75), record(9, 75)], [], 0, STOP)
+    assert elsewhere == Verdict(75, "stopped on request, everything saved", hint="the same command continues")
+    assert judge([record(0, 75), record(1, 75)], [], 0, STOP) == Verdict(75, hint="the same command continues")
 
 
 def test_the_earliest_record_is_the_cause() -> None:
