@@ -1,4 +1,4 @@
-"""Known errors of torchrun, gloo and NCCL in two lines each: the cause, and what to do.
+"""Known errors of torchrun, gloo, NCCL and DALI in two lines each: the cause, and what to do.
 
 >>> explain("RuntimeError: CUDA error: invalid device ordinal").cause
 'a rank asks for a GPU that this process cannot see'
@@ -40,9 +40,19 @@ KNOWN_ERRORS = (
         "run the same command on each of the --nodes machines, and check that they reach the endpoint's port",
     ),
     Explanation(
-        r"127\.0\.1\.1|(?:gloo|connectFullMesh|Gloo)[^\n]*127\.0\.0\.1",
+        r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|ncclRemoteError",
+        "another rank ended first, and this one only noticed",
+        "look for the error of the other rank, on the other nodes too",
+    ),
+    Explanation(
+        r"127\.0\.1\.1|connectFullMesh[^\n]*127\.0\.0\.1",
         "gloo published a loopback address, because /etc/hosts maps this machine's name to one",
         "set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, such as eth0",
+    ),
+    Explanation(
+        r"connectFullMesh failed",
+        "gloo published an address that another rank does not reach, or a firewall closes its port",
+        "set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, and let them use any port of it",
     ),
     Explanation(
         r"RendezvousConnectionError|client socket has failed to connect|Failed to connect to .*host",
@@ -60,14 +70,20 @@ KNOWN_ERRORS = (
         "install the same torch everywhere; `rwkvclip nccl-check` shows each rank's versions",
     ),
     Explanation(
-        r"Connection closed by peer|Connection reset by peer|Connection was likely closed",
-        "another rank ended first, and this one only noticed",
-        "look for the error of the other rank, on the other nodes too",
-    ),
-    Explanation(
-        r"CUDA out of memory|torch\.OutOfMemoryError",
+        r"CUDA out of memory|torch\.OutOfMemoryError|Can't allocate \d+ bytes on device|CUDA allocation failed"
+        r"|NVJPEG_STATUS_ALLOCATOR_FAILURE",
         "the GPU's memory does not hold this batch",
         "lower --batch-size",
+    ),
+    Explanation(
+        r"Invalid RecordIO|Incomplete or corrupted record files",
+        "the .rec file is damaged or cut short, or the .idx beside it belongs to another file",
+        "copy both files again, or pack them anew: rwkvclip pack SOURCE... OUT.rec --overwrite",
+    ),
+    Explanation(
+        r"operator `nvidia\.dali\.fn\.decoders\.|nvImageCodec failure",
+        "DALI cannot decode an image of the packed file; it does not say which record holds it",
+        "pack again with every image proved, which rejects such ones: rwkvclip pack SOURCE... OUT.rec --overwrite",
     ),
 )
 
