@@ -15,7 +15,9 @@ from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch.network import DEFAULT_PORT, Endpoint, is_loopback, parse_endpoint
 
 MODULE = "rwkvclip_cli"
-DEVICE_VARIABLE = "RWKVCLIP_DEVICE"  # "cpu" keeps a worker off the GPUs
+# What a worker computes on, read by train/distributed.py under this name: "cpu" keeps it off the GPUs, and with "cuda"
+# it refuses to do without one.
+DEVICE_VARIABLE = "RWKVCLIP_DEVICE"
 LOOPBACK = "127.0.0.1"
 
 # PET_* variables that switch torchrun to another way of running the command, which no flag can undo.
@@ -220,8 +222,7 @@ def _environment(config: LaunchConfig, machine: Machine | None, ranks: int, core
     if "OMP_NUM_THREADS" not in environ:
         # On GPUs the CPU threads belong to the loader; one is also torchrun's choice, made with a long warning.
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks)) if config.cpus else "1"
-    if config.cpus:
-        env[DEVICE_VARIABLE] = "cpu"
+    env[DEVICE_VARIABLE] = "cpu" if config.cpus else "cuda"
     if config.nccl_debug:
         env["NCCL_DEBUG"] = config.nccl_debug
     unreachable = machine is not None and config.nodes > 1 and not machine.name_is_routable

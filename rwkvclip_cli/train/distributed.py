@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch.network import steer_gloo
+from rwkvclip_cli.launch.plan import DEVICE_VARIABLE
 
 BUCKET_CAP_MB = 32
 WARMUP_PASSES = 2
-DEVICE_VARIABLE = "RWKVCLIP_DEVICE"  # "cpu" keeps a rank off the GPUs
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

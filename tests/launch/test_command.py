@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_cli
+from helpers import run_cli, write_packed
 from typer.testing import CliRunner
 
 from rwkvclip_cli import cli
@@ -112,6 +112,15 @@ def test_a_real_run_tells_a_users_mistake_once(tmp_path: Path) -> None:
     assert done.stderr.count("rwkvclip: rank ") == 1
     assert "Traceback" not in done.stderr
     assert "pairs.rec" in done.stderr
+
+
+def test_ranks_for_gpus_never_train_on_cpus(tmp_path: Path) -> None:
+    # As on a machine whose GPUs are there, but whose torch is built without CUDA or too new for the driver.
+    train = ["--output", tmp_path / "run", "--train-data", write_packed(tmp_path / "pairs.rec", 8, context_length=77)]
+    done = run_cli("launch", "--gpus", "1", "--no-preflight", "--", *train, "--batch-size", "8", env=NO_GPU)
+    assert done.returncode == 3, done.stderr
+    assert "this rank was started for a GPU" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_gpus_that_are_not_there_come_before_missing_train_options(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def lines(machine: Machine = MACHINE, **options: object) -> list[str]:
 
 def test_one_node_takes_all_its_gpus_and_a_free_port() -> None:
     assert lines() == [
-        "env OMP_NUM_THREADS=1 /opt/py/bin/python -m torch.distributed.run --nproc-per-node 8 --nnodes 1 "
-        "--max-restarts 0 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-id rwkvclip --local-addr 127.0.0.1 "
-        + WORKER
+        "env OMP_NUM_THREADS=1 RWKVCLIP_DEVICE=cuda /opt/py/bin/python -m torch.distributed.run --nproc-per-node 8 "
+        "--nnodes 1 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-id rwkvclip "
+        "--local-addr 127.0.0.1 " + WORKER
     ]
 
 
@@ -47,9 +47,9 @@ def test_cpu_ranks_share_the_cores() -> None:
 def test_numbered_nodes_are_static_and_every_node_has_its_line() -> None:
     options = {"gpus": 4, "nodes": 3, "node_rank": 1, "rdzv_endpoint": "10.0.0.1:29500", "nccl_debug": "INFO"}
     expected = [
-        "env OMP_NUM_THREADS=1 NCCL_DEBUG=INFO /opt/py/bin/python -m torch.distributed.run --nproc-per-node 4 "
-        f"--nnodes 3 --max-restarts 0 --node-rank {rank} --rdzv-backend static --rdzv-endpoint 10.0.0.1:29500 "
-        "--rdzv-id rwkvclip " + WORKER
+        "env OMP_NUM_THREADS=1 RWKVCLIP_DEVICE=cuda NCCL_DEBUG=INFO /opt/py/bin/python -m torch.distributed.run "
+        f"--nproc-per-node 4 --nnodes 3 --max-restarts 0 --node-rank {rank} --rdzv-backend static "
+        "--rdzv-endpoint 10.0.0.1:29500 --rdzv-id rwkvclip " + WORKER
         for rank in range(3)
     ]
     planned = plan_of(ELSEWHERE, **options)
@@ -60,8 +60,8 @@ def test_numbered_nodes_are_static_and_every_node_has_its_line() -> None:
 @pytest.mark.parametrize(("machine", "is_host"), [(MACHINE, 1), (ELSEWHERE, 0)])
 def test_c10d_tells_torchrun_who_hosts_and_what_address_to_publish(machine: Machine, is_host: int) -> None:
     assert lines(machine, gpus=8, nodes=2, rdzv_endpoint="10.0.0.1:29500", rdzv_id="run7") == [
-        "env OMP_NUM_THREADS=1 /opt/py/bin/python -m torch.distributed.run --nproc-per-node 8 --nnodes 2 "
-        "--max-restarts 0 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 --rdzv-id run7 "
+        "env OMP_NUM_THREADS=1 RWKVCLIP_DEVICE=cuda /opt/py/bin/python -m torch.distributed.run --nproc-per-node 8 "
+        "--nnodes 2 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 --rdzv-id run7 "
         f"--rdzv-conf is_host={is_host} --local-addr {machine.address} " + WORKER
     ]
 
@@ -98,7 +98,7 @@ def test_gloo_gets_an_interface_where_the_host_name_is_local(backend: dict[str, 
 
 def test_thread_count_of_the_user_stays() -> None:
     machine = dataclasses.replace(MACHINE, environ={"OMP_NUM_THREADS": "6"})
-    assert lines(machine)[0].startswith("/opt/py/bin/python -m torch.distributed.run ")
+    assert lines(machine)[0].startswith("env RWKVCLIP_DEVICE=cuda /opt/py/bin/python -m torch.distributed.run ")
 
 
 def test_pet_variables_cannot_change_what_runs() -> None:
@@ -113,7 +113,9 @@ def test_pet_variables_cannot_change_what_runs() -> None:
     }
     machine = dataclasses.replace(MACHINE, environ=environ)
     planned = plan_of(machine, nodes=2, rdzv_endpoint="10.0.0.1:29500", nccl_debug="WARN")
-    assert planned.here.line.startswith("env -u PET_STANDALONE OMP_NUM_THREADS=1 NCCL_DEBUG=WARN /opt/py/bin/python ")
+    assert planned.here.line.startswith(
+        "env -u PET_STANDALONE OMP_NUM_THREADS=1 RWKVCLIP_DEVICE=cuda NCCL_DEBUG=WARN /opt/py/bin/python "
+    )
     assert "--nnodes 2 " in planned.here.line
     assert "--rdzv-conf join_timeout=30,is_host=0 " in planned.here.line
     assert "--local-addr" not in planned.here.line
