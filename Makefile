@@ -31,6 +31,8 @@ test-all: lint type  ## The full matrices
 	$(PYTEST) -m "not gpu and not multigpu and not cluster"
 
 test-cluster: .venv/.ready  ## What needs root and Debian packages: several hosts on this machine
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v nsenter; } >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y iproute2 util-linux >/dev/null; fi
 	$(BIN)/pytest -m cluster
 
 test-gpu: .venv/.ready  ## What needs an NVIDIA GPU

@@ -76,8 +76,8 @@ def _start_ranks(options: NcclCheckConfig, settings: Path | None) -> int:
         launch = dataclasses.replace(launch, cpus=GLOO_RANKS)
     check_usage(launch, functools.partial(retype, "nccl-check", options, ()))
     # A node that is missing is a rank that does not answer.
-    waiting = "timeout" if backend_of(launch) == "static" else "join_timeout"
-    conf = {waiting: str(int(options.timeout))} if options.nodes > 1 else {}
+    waiting = ("timeout",) if backend_of(launch) == "static" else ("join_timeout", "read_timeout")
+    conf = dict.fromkeys(waiting, str(int(options.timeout))) if options.nodes > 1 else {}
     return start(launch, ("nccl-check", *_rank_arguments(options, settings)), without_gpu=WITHOUT_GPU, rdzv_conf=conf)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-CLUSTER_TOOLS = ("ip", "unshare")
+CLUSTER_TOOLS = ("ip", "unshare", "nsenter")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why an error happens, and what mends it."""
+    """Why an error happens, and what mends it. `elsewhere`: it follows from what another rank or node did."""
 
     pattern: str
     cause: str
     cure: str
+    elsewhere: bool = False
 
 
 # In order: the first that matches wins, so the particular stands before the general.
@@ -35,14 +36,22 @@ KNOWN_ERRORS = (
         "start no more ranks than GPUs, and give each LOCAL_RANK a device of its own",
     ),
     Explanation(
-        r"RendezvousTimeoutError|RendezvousClosedError|Timed out .*waiting for clients",
+        r"RendezvousClosedError",
+        "torchrun on another node ended the job, because a rank failed there or somebody stopped it",
+        "look for the error on the other nodes",
+        elsewhere=True,
+    ),
+    Explanation(
+        r"RendezvousTimeoutError|Timed out .*waiting for clients",
         "not every node joined in time: one was not started, died early, or uses another --rdzv-id or endpoint",
         "run the same command on each of the --nodes machines, and check that they reach the endpoint's port",
     ),
     Explanation(
-        r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|ncclRemoteError",
+        r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|(?:Read|Write) error \["
+        r"|ncclRemoteError",
         "another rank ended first, and this one only noticed",
         "look for the error of the other rank, on the other nodes too",
+        elsewhere=True,
     ),
     Explanation(
         r"127\.0\.1\.1|connectFullMesh[^\n]*127\.0\.0\.1",
@@ -55,9 +64,10 @@ KNOWN_ERRORS = (
         "set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, and let them use any port of it",
     ),
     Explanation(
-        r"RendezvousConnectionError|client socket has failed to connect|Failed to connect to .*host",
+        r"RendezvousConnectionError|client socket has (?:failed to connect|timed out)|Failed to connect to .*host",
         "the rendezvous endpoint does not answer",
         "start node 0 first, and check the address, the port and the firewall of --rdzv-endpoint",
+        elsewhere=True,
     ),
     Explanation(
         r"ncclUnhandledCudaError|ncclSystemError|unhandled system error|NCCL error in:.*unhandled",

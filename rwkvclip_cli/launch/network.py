@@ -10,6 +10,8 @@ import ipaddress
 import os
 import re
 import socket
+import struct
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,12 @@ from rwkvclip_cli.console import UsageError
 DEFAULT_PORT = 29500  # torchrun's own, for static rendezvous
 TCP_LISTEN = "0A"  # the state column of /proc/net/tcp: TCP_LISTEN of the kernel's tcp_states.h
 DOCUMENTATION_ADDRESS = "192.0.2.1"  # TEST-NET-1 (RFC 5737): routed like the outer world, owned by nobody
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+# What a client of torch's TCPStore says first: the queries VALIDATE, with the magic number, and PING, with a number
+# that the store sends back (TCPStoreBackend.hpp, the same since torch 2.3).
+STORE_VALIDATE, STORE_MAGIC, STORE_PING = 0, 0x3C85F7CE, 13
+CONNECT_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,60 @@ def main_address() -> str | None:
     if routed and not is_loopback(routed):
         return routed
     return next((address for address in own_addresses() if not is_loopback(address)), None)
+
+
+def towards(host: Sequence[str], own: dict[str, str]) -> tuple[str | None, bool]:
+    """(own address that reaches a host, whether the host is this machine), from the addresses of both."""
+    here = [address for address in host if address in own or is_loopback(address)]
+    outer = [address for address in here if not is_loopback(address)]
+    if outer:
+        return outer[0], True
+    if here:  # what Debian's /etc/hosts says of the own name
+        return main_address() or here[0], True
+    routed = source_address(host[0]) if host else None
+    return routed or main_address(), False
+
+
+def steer_gloo(environ: MutableMapping[str, str]) -> None:
+    """Name gloo the interface that reaches MASTER_ADDR, where it would listen on none that other nodes reach.
+
+    gloo listens on what the host name resolves to, which Debian's /etc/hosts makes 127.0.1.1. A choice that is in
+    `environ` already stays, and one machine alone needs none.
+    """
+    master = environ.get("MASTER_ADDR", "localhost")
+    if GLOO_INTERFACE_VARIABLE in environ or master == "localhost" or is_loopback(master):
+        return
+    own = own_addresses()
+    named = resolve(socket.gethostname())
+    if named and named[0] in own and not is_loopback(named[0]):
+        return
+    address, _ = towards(resolve(master), own)
+    interface = own.get(address) if address else None
+    if interface:
+        environ[GLOO_INTERFACE_VARIABLE] = interface
+
+
+def is_foreign(endpoint: Endpoint) -> bool:
+    """Whether a program answers at the endpoint that is no rendezvous of torch's, or never answers at all.
+
+    torch itself waits for such a program's answer without end. Where nobody listens, or the connection is closed
+    (as proxies do for somebody who does not listen yet), torch tries again, and this is False.
+    """
+    nonce = struct.pack("<I", os.getpid())
+    greeting = struct.pack("<BIB", STORE_VALIDATE, STORE_MAGIC, STORE_PING) + nonce
+    try:
+        connection = socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S)
+    except OSError:
+        return False
+    with connection:
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            connection.sendall(greeting)
+            return connection.recv(len(nonce)) not in (nonce, b"")
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
 
 
 def own_addresses() -> dict[str, str]:

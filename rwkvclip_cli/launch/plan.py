@@ -41,19 +41,16 @@ OVERRIDDEN = (
 class Machine:
     """The facts about this machine that a plan depends on.
 
-    `endpoint_is_known`: its host has an address. `endpoint_is_here`: that is this machine. `address` and
-    `interface`: what packets to the endpoint leave through. `name_is_routable`: the host name resolves
-    to an address of this machine that others can reach.
+    `endpoint_is_known`: its host has an address. `endpoint_is_here`: that is this machine. `address`: what packets
+    to the endpoint carry.
     """
 
     python: str
     cores: int
     gpus: int
     address: str | None = None
-    interface: str | None = None
     endpoint_is_known: bool = True
     endpoint_is_here: bool = True
-    name_is_routable: bool = True
     free_port: int = DEFAULT_PORT
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -155,6 +152,11 @@ def backend_of(config: LaunchConfig) -> str:
     return "static" if config.node_rank is not None and config.max_restarts == 0 and config.nodes > 1 else "c10d"
 
 
+def hosts_endpoint(config: LaunchConfig, machine: Machine) -> bool:
+    """Whether this node's torchrun is the one that listens at the endpoint."""
+    return (config.node_rank or 0) == 0 if backend_of(config) == "static" else machine.endpoint_is_here
+
+
 def plan(
     config: LaunchConfig,
     command: tuple[str, ...],
@@ -197,9 +199,9 @@ def plan(
         numbers = range(config.nodes)
         lines = [[*torchrun, *shared, "--node-rank", str(rank), *rendezvous, *worker] for rank in numbers]
         here = config.node_rank or 0
-        # What this machine's host name or PET_ variables call for is no business of the other nodes.
+        # What this machine's PET_ variables call for is no business of the other nodes.
         nodes = tuple(
-            NodeCommand(tuple(line), env if rank == here else _environment(config, None, ranks, machine.cores))
+            NodeCommand(tuple(line), env if rank == here else _environment(config, machine, ranks, here=False))
             for rank, line in enumerate(lines)
         )
         return LaunchPlan(nodes, nodes[here], _notes(env, machine.environ))
@@ -214,21 +216,19 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(pair.strip().split("=", 1) for pair in text.split(",") if "=" in pair)
 
 
-def _environment(config: LaunchConfig, machine: Machine | None, ranks: int, cores: int = 1) -> dict[str, str | None]:
-    """What has to change in a node's environment; `machine` is None for the other nodes."""
-    environ = machine.environ if machine else {}
-    cores = machine.cores if machine else cores
-    env: dict[str, str | None] = {name: None for name in DERAILING if name in environ}
-    if "OMP_NUM_THREADS" not in environ:
+def _environment(config: LaunchConfig, machine: Machine, ranks: int, *, here: bool = True) -> dict[str, str | None]:
+    """What has to change in the environment of this node, or of another one."""
+    env: dict[str, str | None] = {name: None for name in DERAILING if here and name in machine.environ}
+    threads = machine.environ.get("OMP_NUM_THREADS")
+    if threads is None:
         # On GPUs the CPU threads belong to the loader; one is also torchrun's choice, made with a long warning.
-        env["OMP_NUM_THREADS"] = str(max(1, cores // ranks)) if config.cpus else "1"
+        env["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks)) if config.cpus else "1"
+    elif not here:
+        # Sums depend on the number of threads in their last bits: what is chosen here holds everywhere.
+        env["OMP_NUM_THREADS"] = threads
     env[DEVICE_VARIABLE] = "cpu" if config.cpus else "cuda"
     if config.nccl_debug:
         env["NCCL_DEBUG"] = config.nccl_debug
-    unreachable = machine is not None and config.nodes > 1 and not machine.name_is_routable
-    if machine and machine.interface and unreachable and "GLOO_SOCKET_IFNAME" not in environ:
-        # gloo listens on what the host name resolves to, here an address that other nodes cannot reach.
-        env["GLOO_SOCKET_IFNAME"] = machine.interface
     return env
 
 

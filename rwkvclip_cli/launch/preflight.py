@@ -12,25 +12,23 @@ from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch import gpus, network
 from rwkvclip_cli.launch.network import Endpoint
-from rwkvclip_cli.launch.plan import Machine, backend_of
+from rwkvclip_cli.launch.plan import Machine, backend_of, hosts_endpoint
 
 
 def survey(config: LaunchConfig) -> Machine:
     """Gather the facts about this machine that `plan` and `check` go by; refuses and changes nothing."""
-    own = network.own_addresses()
     addresses: list[str] | None = None
+    address, here = network.main_address(), True
     if config.rdzv_endpoint is not None:
         addresses = network.resolve(network.parse_endpoint(config.rdzv_endpoint).host)
-    address, here = _towards(addresses, own)
+        address, here = network.towards(addresses, network.own_addresses())
     return Machine(
         python=sys.executable,
         cores=len(os.sched_getaffinity(0)),
         gpus=0 if config.cpus else gpus.count_visible_gpus(),
         address=address,
-        interface=own.get(address) if address else None,
         endpoint_is_known=addresses != [],
         endpoint_is_here=here,
-        name_is_routable=_name_is_routable(own),
         free_port=network.free_port(),
         environ=dict(os.environ),
     )
@@ -57,38 +55,23 @@ def check(config: LaunchConfig, machine: Machine, without_gpu: str) -> None:
             f"--rdzv-endpoint ADDRESS_OF_NODE_0:{endpoint.port}",
         )
     _check_side(config, machine, endpoint)
-    if _hosts_endpoint(config, machine) and endpoint.port:
-        owner = network.port_owner(endpoint.port)
-        if owner is not None:
-            free = Endpoint(endpoint.host, network.free_port())
+    _check_port(config, machine, endpoint)
+
+
+def _check_port(config: LaunchConfig, machine: Machine, endpoint: Endpoint) -> None:
+    if not hosts_endpoint(config, machine):
+        if network.is_foreign(endpoint):
             raise UnableError(
-                f"port {endpoint.port} of --rdzv-endpoint {endpoint} is taken by {owner}", f"--rdzv-endpoint {free}"
+                f"--rdzv-endpoint {endpoint}: a program listens there that is no rendezvous of torch's",
+                "another port in --rdzv-endpoint, the same on every node; `ss -ltnp` on node 0 names the owner",
             )
-
-
-def _towards(endpoint: list[str] | None, own: dict[str, str]) -> tuple[str | None, bool]:
-    """(own address for reaching the endpoint's addresses, whether they are this machine's); None is no endpoint."""
-    if endpoint is None:
-        return network.main_address(), True
-    here = [address for address in endpoint if address in own or network.is_loopback(address)]
-    outer = [address for address in here if not network.is_loopback(address)]
-    if outer:
-        return outer[0], True
-    if here:  # what Debian's /etc/hosts says of the own name
-        return network.main_address() or here[0], True
-    routed = network.source_address(endpoint[0]) if endpoint else None
-    return routed or network.main_address(), False
-
-
-def _name_is_routable(own: dict[str, str]) -> bool:
-    addresses = network.resolve(socket.gethostname())
-    return bool(addresses) and addresses[0] in own and not network.is_loopback(addresses[0])
-
-
-def _hosts_endpoint(config: LaunchConfig, machine: Machine) -> bool:
-    if backend_of(config) == "static":
-        return (config.node_rank or 0) == 0
-    return machine.endpoint_is_here
+        return
+    owner = network.port_owner(endpoint.port) if endpoint.port else None
+    if owner is not None:
+        free = Endpoint(endpoint.host, network.free_port())
+        raise UnableError(
+            f"port {endpoint.port} of --rdzv-endpoint {endpoint} is taken by {owner}", f"--rdzv-endpoint {free}"
+        )
 
 
 def _check_side(config: LaunchConfig, machine: Machine, endpoint: Endpoint) -> None:

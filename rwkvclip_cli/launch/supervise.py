@@ -20,9 +20,10 @@ from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.launch import lifeline, processes
 from rwkvclip_cli.launch.exit_record import FOLDER_VARIABLE, has_begun, read_exits
+from rwkvclip_cli.launch.peers import Cause, Peers
 from rwkvclip_cli.launch.plan import NodeCommand
 from rwkvclip_cli.launch.torchrun_log import TorchrunLog
-from rwkvclip_cli.launch.verdict import Stop, Verdict, blame, judge
+from rwkvclip_cli.launch.verdict import HARMLESS, Stop, Verdict, blame, judge
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A worker knows SIGTERM and SIGUSR1 as the wish to save and stop; a lost terminal is the same wish.
@@ -30,16 +31,20 @@ FORWARDED_AS: dict[int, int] = {signal.SIGHUP: signal.SIGTERM}
 POLL_S = 0.1
 IDLE_GRACE_S = 5.0  # for a torchrun that waits for other nodes and has started no worker
 DRAIN_S = 2.0
+CAUSE_WAIT_S = 5.0  # for another node to tell what this one only felt
+# What ranks get to end by themselves once another node's have failed, as torchrun gives those of the same node.
+FATE_GRACE_S = 30.0
 
 
-def supervise(node: NodeCommand, *, stop_grace_s: float) -> int:
+def supervise(node: NodeCommand, *, stop_grace_s: float, peers: Peers | None = None, meeting: str = "") -> int:
     """Run the node's command to its end and return the exit code to leave with.
 
     0 done; 75 stopped on request with everything saved; 130 after Ctrl-C; 128+n where signal n ended the
-    workers before they had saved; else the code of the rank that failed first, which is shown on stderr.
+    workers before they had saved; else the code of the rank that failed first, on whatever node `peers` reach,
+    which is shown on stderr. `meeting` says in an error who was to meet where.
     """
     with tempfile.TemporaryDirectory(prefix="rwkvclip-") as folder, _caught_signals() as caught:
-        return _Supervisor(node, folder, caught, stop_grace_s).run()
+        return _Supervisor(node, folder, caught, stop_grace_s, peers, meeting).run()
 
 
 @contextlib.contextmanager
@@ -61,8 +66,17 @@ def _caught_signals() -> Iterator[list[int]]:
 class _Supervisor:
     """The state of one run: torchrun's process, what it said, and what was asked of it."""
 
-    def __init__(self, node: NodeCommand, folder: str, caught: list[int], stop_grace_s: float) -> None:
+    def __init__(
+        self,
+        node: NodeCommand,
+        folder: str,
+        caught: list[int],
+        stop_grace_s: float,
+        peers: Peers | None,
+        meeting: str,
+    ) -> None:
         self.node, self.folder, self.caught, self.stop_grace_s = node, folder, caught, stop_grace_s
+        self.peers, self.meeting = peers, meeting
         self.log = TorchrunLog()
         self.attempt = 0
         self.stop_signal: int | None = None
@@ -70,6 +84,7 @@ class _Supervisor:
         self.signalled: set[int] = set()
         self.hurried = False
         self.killed: tuple[int, ...] = ()
+        self.is_fated = False  # the ranks were killed because another node's had failed
 
     def run(self) -> int:
         environ = self.node.environment(os.environ)
@@ -98,22 +113,35 @@ class _Supervisor:
         return self._conclude(torchrun.returncode)
 
     def _watch(self, torchrun: "subprocess.Popen[bytes]", pipe: int, listener: socket.socket | None) -> None:
-        """Relay torchrun's words, answer workers and pass signals on, until torchrun has ended."""
+        """Relay torchrun's words, answer workers and other nodes, pass signals on, until torchrun has ended."""
         os.set_blocking(pipe, False)
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             if listener is not None:
                 selector.register(listener, selectors.EVENT_READ)
+            if self.peers is not None:
+                selector.register(self.peers, selectors.EVENT_READ)
             while torchrun.poll() is None:
                 for key, _ in selector.select(POLL_S):
-                    if key.fd != pipe and listener is not None:
+                    if key.fileobj is listener:
                         lifeline.hand_out_stderr(listener)
+                    elif key.fileobj is self.peers:
+                        self.peers.receive()
                     elif not self._relay(pipe):
                         selector.unregister(pipe)
                 self._tell_restart()
                 self._take_signals()
                 if self.stop_signal is not None:
                     self._pursue_stop(torchrun)
+                if self.peers is not None:
+                    self._share_fate(self.peers)
+
+    def _share_fate(self, peers: Peers) -> None:
+        """End ranks that do not notice that another node's are gone, as those that wait for NCCL do not."""
+        peers.greet()
+        if peers.cause is not None and time.monotonic() - peers.heard_s > FATE_GRACE_S:
+            self.is_fated = True
+            processes.kill_all_with(FOLDER_VARIABLE, self.folder)
 
     def _tell_restart(self) -> None:
         """Say why an attempt failed once the next one has begun: its ranks left the telling to the launcher."""
@@ -176,9 +204,32 @@ class _Supervisor:
             None if self.stop_signal is None else Stop(self.stop_signal, self.stop_grace_s, self.killed, self.hurried)
         )
         records, failures = read_exits(Path(self.folder), self.attempt), self.log.failures()
-        verdict = judge(records, failures, torchrun_code, stop, self.log.tracebacks())
+        verdict = judge(records, failures, torchrun_code, stop, self.log.tracebacks(), self.meeting)
+        if self.peers is not None:
+            verdict = self._compare(verdict, self.peers)
         _show(verdict)
         return verdict.exit_code
+
+    def _compare(self, verdict: Verdict, peers: Peers) -> Verdict:
+        """The verdict in the light of what other nodes told, who are told this one's if it is the cause.
+
+        Before any rank has started there is nothing to share: whoever fails then may be started again, and the
+        others still wait for it.
+        """
+        peers.receive()
+        if verdict.exit_code in HARMLESS or not has_begun(Path(self.folder), 0):
+            return verdict
+        if verdict.elsewhere or self.is_fated:
+            cause = peers.wait(CAUSE_WAIT_S)
+            if cause is None:
+                return verdict
+            if peers.hosting:
+                peers.tell(cause)
+            return Verdict(cause.exit_code, cause.message, hint=cause.hint)
+        here = socket.gethostname()
+        message = verdict.message if here in verdict.message else f"{here}: {verdict.message}"
+        peers.tell(Cause(verdict.exit_code, message, verdict.hint))
+        return verdict
 
 
 def _show(verdict: Verdict) -> None:

@@ -3,6 +3,7 @@
 >>> start(LaunchConfig(gpus=8), ("train", "--output", "run"), without_gpu="")
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -11,7 +12,8 @@ from rwkvclip_cli import console
 from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import EXIT_DONE
 from rwkvclip_cli.launch import network, preflight
-from rwkvclip_cli.launch.plan import LaunchPlan, check_options, plan, ranks_here
+from rwkvclip_cli.launch.peers import peers_at
+from rwkvclip_cli.launch.plan import LaunchPlan, check_options, hosts_endpoint, plan, ranks_here
 from rwkvclip_cli.launch.supervise import supervise
 
 
@@ -53,7 +55,14 @@ def start(
     if config.exec:
         sys.stdout.flush()
         os.execve(planned.here.argv[0], planned.here.argv, planned.here.environment(os.environ))
-    return supervise(planned.here, stop_grace_s=config.stop_grace)
+    with contextlib.ExitStack() as stack:
+        peers, meeting = None, ""
+        if config.nodes > 1 and config.rdzv_endpoint is not None:
+            endpoint = network.parse_endpoint(config.rdzv_endpoint)
+            hosting = hosts_endpoint(config, machine)
+            peers = stack.enter_context(peers_at(endpoint, job=config.rdzv_id, hosting=hosting))
+            meeting = f"{config.nodes} nodes at {endpoint}"
+        return supervise(planned.here, stop_grace_s=config.stop_grace, peers=peers, meeting=meeting)
 
 
 def _print(planned: LaunchPlan, config: LaunchConfig) -> None:

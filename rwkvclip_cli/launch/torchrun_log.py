@@ -10,6 +10,9 @@ TRACEBACK = b"Traceback (most recent call last):"
 # What torchrun logs on the way to its report; the verdict says it once.
 REPORTING = re.compile(rb"torch/distributed/elastic/\S+\] .*(failed \(exitcode|closing signal)")
 REPORT = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+# torch adds the C++ calls to some of its messages; they tell nothing to whoever starts a job.
+STACK_HEAD = re.compile(r"Exception raised from .* \(most recent call first\):$")
+STACK_LINE = re.compile(r"frame #\d+: |<omitting python frames>$|$")
 FAILURE = re.compile(r"rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)")
 
 
@@ -28,6 +31,7 @@ class TorchrunLog:
         self._line = b""
         self._held: list[str] = []
         self._holding = False
+        self._stacks = _Stacks()
 
     def feed(self, data: bytes) -> bytes:
         """Take what was read and return what to show now: whole lines up to the first traceback."""
@@ -40,6 +44,8 @@ class TorchrunLog:
         return line + b"\n" if line and self._passes(line) else b""
 
     def _passes(self, line: bytes) -> bool:
+        if self._stacks.hold(line.decode(errors="replace")):
+            return False
         # A traceback here is somebody's last word, so holding the rest back delays nothing that matters.
         self._holding = self._holding or line.startswith(TRACEBACK)
         if REPORTING.search(line):
@@ -66,3 +72,20 @@ class TorchrunLog:
         found = [Failure(int(match["rank"]), int(match["code"])) for match in FAILURE.finditer("\n".join(self._held))]
         # The report ends with its root cause.
         return found[-1:] + found[:-1]
+
+
+class _Stacks:
+    """Tells the lines of C++ calls, with the empty one behind them, from all others, one after another."""
+
+    def __init__(self) -> None:
+        self._inside = False
+
+    def hold(self, line: str) -> bool:
+        self._inside = bool(STACK_HEAD.match(line) or (self._inside and STACK_LINE.match(line)))
+        return self._inside
+
+
+def without_stacks(text: str) -> str:
+    """The text without the C++ calls that torch adds to some of its messages."""
+    stacks = _Stacks()
+    return "\n".join(line for line in text.split("\n") if not stacks.hold(line))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED
 from rwkvclip_cli.launch.exit_record import ExitRecord
 from rwkvclip_cli.launch.explain import explain
-from rwkvclip_cli.launch.torchrun_log import Failure
+from rwkvclip_cli.launch.torchrun_log import Failure, without_stacks
 
 HARMLESS = (EXIT_DONE, EXIT_STOPPED)
 
@@ -31,12 +31,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The code to leave with, and what to tell: the message, the traceback under it, the next step."""
+    """The code to leave with, and what to tell: the message, the traceback under it, the next step.
+
+    `elsewhere`: what is told only follows from what happened on another node.
+    """
 
     exit_code: int
     message: str = ""
     traceback: str = ""
     hint: str = ""
+    elsewhere: bool = False
 
 
 def judge(
@@ -45,11 +49,12 @@ def judge(
     torchrun_code: int,
     stop: Stop | None,
     torchrun_traceback: str = "",
+    meeting: str = "",
 ) -> Verdict:
     """Decide how the run ended.
 
     `records` of the last attempt by time, `failures` with torchrun's first in front; `torchrun_code` as subprocess
-    gives it, negative for a signal.
+    gives it, negative for a signal; `meeting` says who was to meet where, if several nodes were.
     """
     if stop is not None and stop.killed:
         ranks = ", ".join(str(rank) for rank in stop.killed)
@@ -72,7 +77,7 @@ def judge(
         return Verdict(EXIT_SIGNAL + stop.signal, f"ended by {signal.Signals(stop.signal).name}")
     if torchrun_code == EXIT_DONE:
         return Verdict(EXIT_DONE)
-    return _torchrun_failed(torchrun_code, torchrun_traceback)
+    return _torchrun_failed(torchrun_code, torchrun_traceback, meeting)
 
 
 def blame(records: Sequence[ExitRecord], traceback: str) -> Verdict:
@@ -95,13 +100,16 @@ def _first_cause(
         # abort() follows a lost peer as often as a fault of its own.
         return _died(min(deaths, key=lambda death: -death.exit_code == signal.SIGABRT))
     failed = [record for record in records if record.code not in HARMLESS]
-    if failed:
-        # One that only says that it failed, such as a rank told so by another, is the poorer witness.
-        return _recorded(min(failed, key=lambda record: not record.message))
+    # One that only says that it failed, such as a rank told so by another, is a poor witness; one that lost its
+    # peer is the poorest.
+    told = [_recorded(record) for record in sorted(failed, key=lambda record: not record.message)]
+    told.sort(key=lambda verdict: verdict.elsewhere)
     codes = [failure for failure in silent if failure.exit_code > 0]
-    if codes:
+    if codes and all(verdict.elsewhere for verdict in told):
         where = f"rank {codes[0].rank} on {socket.gethostname()}"
         return _explained(codes[0].exit_code, f"{where} failed with exit code {codes[0].exit_code}", traceback, "")
+    if told:
+        return told[0]
     if silent and stop is None:
         return _died(silent[0])
     return None
@@ -109,33 +117,42 @@ def _first_cause(
 
 def _recorded(record: ExitRecord) -> Verdict:
     where = f"rank {record.rank} on {record.host}"
-    message = f"{where}: {record.message}" if record.message else f"{where} failed with exit code {record.code}"
-    return _explained(record.code, message, record.traceback, record.hint)
+    message = f"{where}: {without_stacks(record.message)}".rstrip()
+    if not record.message:
+        message = f"{where} failed with exit code {record.code}"
+    return _explained(record.code, message, without_stacks(record.traceback), record.hint)
 
 
 def _died(failure: Failure) -> Verdict:
     number = -failure.exit_code
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
     hint = "look in `dmesg` for the out-of-memory killer" if number == signal.SIGKILL else ""
-    message = f"rank {failure.rank} on {socket.gethostname()} was ended by {name}"
-    return Verdict(EXIT_SIGNAL + number, message, hint=hint)
+    message = f"rank {failure.rank} on {socket.gethostname()} was ended by {_name(number)}"
+    # SIGTERM is torchrun's own, and abort() what torch and NCCL do on losing a peer.
+    elsewhere = number in (signal.SIGTERM, signal.SIGABRT)
+    return Verdict(EXIT_SIGNAL + number, message, hint=hint, elsewhere=elsewhere)
 
 
-def _torchrun_failed(code: int, traceback: str) -> Verdict:
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _torchrun_failed(code: int, traceback: str, meeting: str) -> Verdict:
     if code < 0:
-        return Verdict(EXIT_SIGNAL - code, f"torchrun was ended by {signal.Signals(-code).name}")
+        return Verdict(EXIT_SIGNAL - code, f"torchrun was ended by {_name(-code)}")
     last = traceback.splitlines()[-1] if traceback else "it left no traceback"
     known = explain(traceback)
     message = f"torchrun failed before any rank did: {last}"
+    if meeting:
+        message = f"torchrun failed before {meeting} had met: {last}"
     return _explained(EXIT_FAILED, message, "" if known else traceback, "", traceback)
 
 
 def _explained(code: int, message: str, traceback: str, hint: str, text: str = "") -> Verdict:
     known = explain(f"{message}\n{traceback}\n{text}")
-    if known is not None:
-        message += f"\n  cause: {known.cause}"
-        hint = hint or known.cure
-    return Verdict(code, message, traceback, hint)
+    if known is None:
+        return Verdict(code, message, traceback, hint)
+    message += f"\n  cause: {known.cause}"
+    return Verdict(code, message, traceback, hint or known.cure, known.elsewhere)

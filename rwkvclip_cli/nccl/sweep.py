@@ -26,7 +26,7 @@ from rwkvclip_cli import console
 from rwkvclip_cli.config import NcclCheckConfig
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch.gpus import driver_version
-from rwkvclip_cli.launch.network import DEFAULT_PORT
+from rwkvclip_cli.launch.network import DEFAULT_PORT, steer_gloo
 from rwkvclip_cli.launch.plan import LOOPBACK
 from rwkvclip_cli.nccl.collectives import COLLECTIVES, Collective, Place, Wrong
 from rwkvclip_cli.nccl.report import ELEMENT_BYTES, RankInfo, Report, Row, readable
@@ -64,6 +64,7 @@ def run(options: NcclCheckConfig, sizes: list[int], collectives: Mapping[str, Co
             report = Report(options.op, options.backend, ranks, (), failure, hint)
         else:
             watch.phase("connecting")
+            steer_gloo(os.environ)
             dist.init_process_group(
                 options.backend,
                 store=PrefixStore("group", store),

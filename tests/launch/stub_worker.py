@@ -77,6 +77,10 @@ def run(mode: str) -> None:
         raise SystemExit(7)
     elif mode == "user" and RANK == 1:
         raise RwkvClipError("pairs.rec ends in the middle of a record", hint="rwkvclip pack", exit_code=3)
+    elif mode == "saved":
+        raise SystemExit(75)
+    elif mode == "lost" and RANK == 1:
+        raise RuntimeError("Read error [10.0.0.2]:4021: Connection reset by peer")
     elif mode == "bug" and RANK == 1:
         raise ValueError("a bug in the loss")
     elif mode == "killed" and RANK == 1:

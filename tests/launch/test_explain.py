@@ -31,6 +31,12 @@ def dali(operator: str, fault: str) -> str:
         ("torch.AcceleratorError: CUDA error: invalid device ordinal", "cannot see"),
         ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000", "same GPU"),
         ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", "joined in time"),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousClosedError", "another node ended the job"),
+        (
+            "torch.distributed.DistNetworkError: The client socket has timed out after 10000ms while trying to connect "
+            "to (10.0.0.1, 29500).",
+            "does not answer",
+        ),
         (
             "torch.distributed.DistStoreError: Timed out after 6 seconds waiting for clients. 1/2 clients joined.",
             "joined in time",
@@ -66,6 +72,10 @@ def dali(operator: str, fault: str) -> str:
             "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a "
             "network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a "
             "remote process exiting prematurely.",
+            "another rank ended first",
+        ),
+        (
+            "gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:4021: Connection timed out",
             "another rank ended first",
         ),
         ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection", "does not answer"),

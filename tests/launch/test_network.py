@@ -2,9 +2,11 @@
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
+from helpers import free_port
 
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.launch import network
@@ -86,3 +88,67 @@ def test_port_owner_of_another_user_has_no_process(tmp_path: Path) -> None:
     assert network.port_owner(29500, tmp_path) == PortOwner(None, "")
     assert str(network.port_owner(29500, tmp_path)) == "a process of another user"
     assert network.port_owner(29501, tmp_path) is None  # connected, not listening
+
+
+OWN = {"127.0.0.1": "lo", "10.0.0.2": "eth0", "192.168.7.2": "ib0", "::1": "lo"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "named", "interface"),
+    [
+        ({"MASTER_ADDR": "192.168.7.1"}, ["127.0.1.1"], "ib0"),  # what Debian's /etc/hosts says of the own name
+        ({"MASTER_ADDR": "192.168.7.1"}, [], "ib0"),
+        ({"MASTER_ADDR": "192.168.7.1"}, ["10.0.0.99"], "ib0"),  # an address that this machine had once
+        ({"MASTER_ADDR": "192.168.7.2"}, ["127.0.1.1"], "ib0"),  # this is node 0
+        ({"MASTER_ADDR": "192.168.7.1"}, ["10.0.0.2"], None),
+        ({"MASTER_ADDR": "192.168.7.1", "GLOO_SOCKET_IFNAME": "eth1"}, ["127.0.1.1"], "eth1"),
+        ({"MASTER_ADDR": "127.0.0.1"}, ["127.0.1.1"], None),
+        ({"MASTER_ADDR": "localhost"}, ["127.0.1.1"], None),
+        ({}, ["127.0.1.1"], None),
+    ],
+)
+def test_gloo_gets_an_interface_where_the_host_name_leads_nowhere(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], named: list[str], interface: str | None
+) -> None:
+    monkeypatch.setattr(network, "own_addresses", lambda: OWN)
+    monkeypatch.setattr(network, "source_address", lambda target: "192.168.7.2")
+    monkeypatch.setattr(network, "resolve", lambda host: named if host == socket.gethostname() else [host])
+    network.steer_gloo(environ)
+    assert environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+@pytest.mark.parametrize(
+    ("answer", "foreign"),
+    [(b"SSH-2.0-OpenSSH_9.2\r\n", True), (None, True), (b"", False)],
+    ids=["speaks", "silent", "closes"],
+)
+def test_another_program_at_the_endpoint(monkeypatch: pytest.MonkeyPatch, answer: bytes | None, foreign: bool) -> None:
+    monkeypatch.setattr(network, "ANSWER_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                if answer is None:
+                    connection.recv(100)
+                    connection.recv(100)  # until the other side gives up
+                else:
+                    connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        assert network.is_foreign(Endpoint("127.0.0.1", server.getsockname()[1])) is foreign
+        serving.join()
+
+
+def test_nobody_at_the_endpoint_is_not_another_program() -> None:
+    assert not network.is_foreign(Endpoint("127.0.0.1", free_port()))
+
+
+def test_torchs_own_rendezvous_is_known_by_its_answer() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert not network.is_foreign(Endpoint("127.0.0.1", store.port))
+    store.set("still", "there")
+    assert store.get("still") == b"there"

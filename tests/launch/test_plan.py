@@ -11,11 +11,11 @@ import pytest
 
 from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import UnableError, UsageError
-from rwkvclip_cli.launch.plan import LaunchPlan, Machine, NodeCommand, check_options, plan, retype
+from rwkvclip_cli.launch.plan import LaunchPlan, Machine, NodeCommand, check_options, hosts_endpoint, plan, retype
 
 TRAIN = ("train", "--output", "my run", "--train-data", "pairs.rec")
 WORKER = "-m rwkvclip_cli train --output 'my run' --train-data pairs.rec"
-MACHINE = Machine(python="/opt/py/bin/python", cores=16, gpus=8, address="10.0.0.1", interface="eth0")
+MACHINE = Machine(python="/opt/py/bin/python", cores=16, gpus=8, address="10.0.0.1")
 ELSEWHERE = dataclasses.replace(MACHINE, address="10.0.0.7", endpoint_is_here=False)
 
 
@@ -85,20 +85,16 @@ def test_one_node_keeps_a_named_endpoint() -> None:
     assert "--rdzv-backend c10d --rdzv-endpoint '[fd00::2]:29500' --rdzv-id rwkvclip --rdzv-conf is_host=1" in line
 
 
-@pytest.mark.parametrize("backend", [{}, {"node_rank": 0}])
-def test_gloo_gets_an_interface_where_the_host_name_is_local(backend: dict[str, int]) -> None:
-    machine = dataclasses.replace(MACHINE, name_is_routable=False)
-    planned = plan_of(machine, cpus=1, nodes=2, rdzv_endpoint="10.0.0.1:29500", **backend)
-    assert planned.here.env["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert all("GLOO_SOCKET_IFNAME" not in node.env for node in planned.nodes if node is not planned.here)
-    chosen = dataclasses.replace(machine, environ={"GLOO_SOCKET_IFNAME": "ib0"})
-    assert "GLOO_SOCKET_IFNAME" not in plan_of(chosen, cpus=1, nodes=2, rdzv_endpoint="10.0.0.1:29500").here.env
-    assert "GLOO_SOCKET_IFNAME" not in plan_of(machine, cpus=1).here.env
-
-
 def test_thread_count_of_the_user_stays() -> None:
     machine = dataclasses.replace(MACHINE, environ={"OMP_NUM_THREADS": "6"})
     assert lines(machine)[0].startswith("env RWKVCLIP_DEVICE=cuda /opt/py/bin/python -m torch.distributed.run ")
+
+
+def test_thread_count_of_the_user_holds_on_every_node() -> None:
+    machine = dataclasses.replace(MACHINE, environ={"OMP_NUM_THREADS": "6", "PET_STANDALONE": "1"})
+    here, other = lines(machine, cpus=2, nodes=2, node_rank=0, rdzv_endpoint="10.0.0.1:29500")
+    assert here.startswith("env -u PET_STANDALONE RWKVCLIP_DEVICE=cpu /opt/py/bin/python ")
+    assert other.startswith("env OMP_NUM_THREADS=6 RWKVCLIP_DEVICE=cpu /opt/py/bin/python ")
 
 
 def test_pet_variables_cannot_change_what_runs() -> None:
@@ -134,6 +130,21 @@ def test_pet_variables_cannot_change_what_runs() -> None:
 def test_rendezvous_settings_join_the_plan() -> None:
     planned = plan(LaunchConfig(nodes=2, rdzv_endpoint="a:1"), TRAIN, MACHINE, rdzv_conf={"join_timeout": "60"})
     assert "--rdzv-conf join_timeout=60,is_host=1" in planned.here.line
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "hosting"),
+    [
+        ({"node_rank": 0}, MACHINE, True),
+        ({"node_rank": 1}, MACHINE, False),  # on one machine with node 0
+        ({}, MACHINE, True),
+        ({}, ELSEWHERE, False),
+        ({"node_rank": 1, "rdzv_backend": "c10d"}, MACHINE, True),  # which ignores the number
+    ],
+)
+def test_who_listens_at_the_endpoint(options: dict[str, object], machine: Machine, hosting: bool) -> None:
+    config = LaunchConfig(nodes=2, rdzv_endpoint="10.0.0.1:29500", **options)  # type: ignore[arg-type]
+    assert hosts_endpoint(config, machine) is hosting
 
 
 def test_no_gpu_and_no_number_cannot_run() -> None:

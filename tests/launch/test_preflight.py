@@ -9,9 +9,10 @@ import pytest
 from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch import network, preflight
+from rwkvclip_cli.launch.network import Endpoint
 from rwkvclip_cli.launch.plan import Machine
 
-MACHINE = Machine(python="python", cores=2, gpus=4, address="10.0.0.1", interface="eth0")
+MACHINE = Machine(python="python", cores=2, gpus=4, address="10.0.0.1")
 WITHOUT_GPU = "rwkvclip launch --cpus 2"
 
 
@@ -65,12 +66,24 @@ def test_a_taken_port_names_its_owner(options: dict[str, int]) -> None:
     assert caught.value.hint.startswith("--rdzv-endpoint 10.0.0.1:")
 
 
-def test_the_port_of_another_machine_is_not_looked_at() -> None:
+def test_the_port_of_another_machine_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "is_foreign", lambda endpoint: False)
     with listening() as server:
         endpoint = f"10.0.0.9:{server.getsockname()[1]}"
         elsewhere = dataclasses.replace(MACHINE, endpoint_is_here=False)
         check(LaunchConfig(nodes=2, rdzv_endpoint=endpoint), elsewhere)
         check(LaunchConfig(nodes=2, node_rank=1, rdzv_endpoint=endpoint), elsewhere)
+
+
+def test_another_program_at_the_endpoint_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Endpoint] = []
+    monkeypatch.setattr(network, "is_foreign", lambda endpoint: asked.append(endpoint) or True)
+    with pytest.raises(UnableError) as caught:
+        check(LaunchConfig(nodes=2, node_rank=1, rdzv_endpoint="10.0.0.9:29500"))
+    assert asked == [Endpoint("10.0.0.9", 29500)]
+    assert caught.value.message == (
+        "--rdzv-endpoint 10.0.0.9:29500: a program listens there that is no rendezvous of torch's"
+    )
 
 
 @pytest.mark.parametrize(("options", "what"), [({}, "the only node"), ({"nodes": 2, "node_rank": 0}, "node 0")])
@@ -114,18 +127,6 @@ def test_survey_knows_the_side_of_the_endpoint(
     monkeypatch.setattr(network, "resolve", lambda host: resolved)
     machine = preflight.survey(LaunchConfig(cpus=1, nodes=2, rdzv_endpoint="node0:29500"))
     assert (machine.address, machine.endpoint_is_here) == expected
-    assert machine.interface == "eth0"
-
-
-@pytest.mark.parametrize(
-    ("resolved", "routable"), [(["10.0.0.1"], True), (["127.0.1.1"], False), ([], False), (["10.0.0.9"], False)]
-)
-def test_survey_knows_whether_the_host_name_leads_here(
-    monkeypatch: pytest.MonkeyPatch, resolved: list[str], routable: bool
-) -> None:
-    monkeypatch.setattr(network, "own_addresses", lambda: OWN)
-    monkeypatch.setattr(network, "resolve", lambda host: resolved)
-    assert preflight.survey(LaunchConfig(cpus=1)).name_is_routable is routable
 
 
 def test_unknown_host_is_wrong_usage() -> None:

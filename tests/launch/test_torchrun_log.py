@@ -2,7 +2,7 @@
 
 import pytest
 
-from rwkvclip_cli.launch.torchrun_log import Failure, TorchrunLog
+from rwkvclip_cli.launch.torchrun_log import Failure, TorchrunLog, without_stacks
 
 # As torch 2.13 writes it when rank 1 is killed and rank 0 ended for it; the stack of calls is cut short.
 REPORT = """\
@@ -86,3 +86,24 @@ def test_ordinary_lines_pass_at_once_and_bytes_stay_as_they_are() -> None:
     assert log.feed(b"W1201 waiting for nodes\nloss \xff 3.2") == b"W1201 waiting for nodes\n"
     assert log.finish() == b"loss \xff 3.2\n"
     assert log.finish() == b""
+
+
+STACK = """\
+[W1201 13:34:11 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=4): Failed to recv, got 0 bytes.
+Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:787 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f341bf46b8d in /opt/py/lib/libc10.so)
+<omitting python frames>
+frame #34: _start + 0x21 (0x56222891a081 in /opt/py/bin/python)
+
+W1201 13:34:11 dynamic_rendezvous.py:1298] The node has failed to shutdown the rendezvous
+
+frame #1 of 10 is a frame of a film
+"""
+
+
+def test_calls_in_cpp_are_left_out_and_nothing_else() -> None:
+    first, last, empty, film = STACK.splitlines()[0], *STACK.splitlines()[-3:]
+    expected = f"{first}\n{last}\n{empty}\n{film}\n"
+    assert TorchrunLog().feed(STACK.encode()).decode() == expected
+    assert without_stacks(STACK) == expected
+    assert without_stacks("RuntimeError: no stack") == "RuntimeError: no stack"

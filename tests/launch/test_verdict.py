@@ -49,6 +49,42 @@ def test_a_record_that_says_why_comes_before_one_that_only_fails() -> None:
     assert verdict.message == "rank 0 on node0: wrong element"
 
 
+LOST = "RuntimeError: Read error [10.0.0.2]:4021: Connection reset by peer"
+
+
+def test_who_lost_a_peer_is_the_poorest_witness() -> None:
+    lost = record(0, 1, LOST)
+    assert judge([lost, record(1, 3, "disk full")], [], 1, None).message == "rank 1 on node0: disk full"
+    assert judge([lost, record(1, 7)], [], 1, None).message == "rank 1 on node0 failed with exit code 7"
+    silent = judge([lost], [Failure(0, 1), Failure(1, 9)], 1, None)
+    assert silent == Verdict(9, f"rank 1 on {HERE} failed with exit code 9")
+
+
+@pytest.mark.parametrize(
+    ("records", "failures", "elsewhere"),
+    [
+        ([record(0, 1, LOST)], [], True),
+        ([record(0, 1, "disk full")], [], False),
+        ([], [Failure(0, -signal.SIGKILL)], False),
+        ([], [Failure(0, -signal.SIGABRT)], True),  # as torch and NCCL end on losing a peer
+        ([], [Failure(0, -signal.SIGTERM)], True),  # as torchrun ends ranks
+    ],
+)
+def test_what_follows_from_another_node_is_told_apart(
+    records: list[ExitRecord], failures: list[Failure], elsewhere: bool
+) -> None:
+    assert judge(records, failures, 1, None).elsewhere is elsewhere
+
+
+def test_calls_in_cpp_are_left_out() -> None:
+    stack = (
+        "DistNetworkError: got 0 bytes\nException raised from recv at a.hpp:7 (most recent call first):\nframe #0: c"
+    )
+    verdict = judge([record(0, 1, stack, f"Traceback ...\n{stack}")], [], 1, None)
+    assert verdict.message == "rank 0 on node0: DistNetworkError: got 0 bytes"
+    assert verdict.traceback == "Traceback ...\nDistNetworkError: got 0 bytes"
+
+
 def test_a_signal_outweighs_the_records_of_those_who_lost_their_peer() -> None:
     lost = record(0, 1, "RuntimeError: Connection closed by peer")
     verdict = judge([lost], [Failure(0, 1), Failure(1, -signal.SIGSEGV), Failure(2, -signal.SIGTERM)], 1, None)
@@ -110,3 +146,13 @@ def test_torchruns_own_failure_keeps_its_traceback_unless_it_is_known() -> None:
     known = judge([], [], 1, None, "Traceback ...\nRendezvousTimeoutError")
     assert known.traceback == ""
     assert "cause: not every node joined in time" in known.message
+
+
+def test_nodes_that_did_not_meet_are_told_with_the_place() -> None:
+    traceback = "Traceback ...\nDistStoreError: Timed out after 11 seconds waiting for clients. 1/2 clients joined."
+    verdict = judge([], [], 1, None, traceback, "2 nodes at 10.0.0.1:29500")
+    assert verdict.message.splitlines()[0] == (
+        "torchrun failed before 2 nodes at 10.0.0.1:29500 had met: "
+        "DistStoreError: Timed out after 11 seconds waiting for clients. 1/2 clients joined."
+    )
+    assert not verdict.elsewhere
