@@ -238,8 +238,6 @@ def _show(verdict: Verdict) -> None:
         print(verdict.traceback, file=sys.stderr, flush=True)
     if verdict.message:
         console.show_error(RwkvClipError(verdict.message, verdict.hint))
-    elif verdict.hint:
-        print(f"  try: {verdict.hint}", file=sys.stderr, flush=True)
 
 
 def _write_stderr(data: bytes) -> None:

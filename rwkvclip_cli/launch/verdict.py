@@ -68,9 +68,10 @@ def judge(
     if cause is not None:
         return cause
     stopped = [record.rank for record in records if record.code == EXIT_STOPPED]
+    if 0 in stopped:  # which has said itself that it stopped, and where everything is
+        return Verdict(EXIT_STOPPED, "the same command continues")
     if stopped:
-        message = "" if 0 in stopped else "stopped on request, everything saved"  # rank 0 has said so itself
-        return Verdict(EXIT_STOPPED, message, hint="the same command continues")
+        return Verdict(EXIT_STOPPED, "stopped on request, everything saved", hint="the same command continues")
     if stop is not None and not failures and not records and torchrun_code != EXIT_DONE:
         return Verdict(EXIT_STOPPED, "stopped on request before any rank had started")
     if stop is not None and torchrun_code != EXIT_DONE:

@@ -141,7 +141,7 @@ def test_a_stop_reaches_every_rank_once_saved_exits_75(tmp_path: Path, sent: str
     assert err.splitlines() == [
         f"{sent}: waiting up to 60 s for the workers to stop",
         "stopped on request behind step 3; everything is in run",
-        "  try: the same command continues",
+        "rwkvclip: the same command continues",
     ]
     assert_gone(ranks)
 

@@ -35,7 +35,7 @@ def test_why_an_attempt_failed() -> None:
 def test_rank_0_has_told_itself_that_everything_is_saved() -> None:
     elsewhere = judge([record(8, 75), record(9, 75)], [], 0, STOP)
     assert elsewhere == Verdict(75, "stopped on request, everything saved", hint="the same command continues")
-    assert judge([record(0, 75), record(1, 75)], [], 0, STOP) == Verdict(75, hint="the same command continues")
+    assert judge([record(0, 75), record(1, 75)], [], 0, STOP) == Verdict(75, "the same command continues")
 
 
 def test_the_earliest_record_is_the_cause() -> None:
