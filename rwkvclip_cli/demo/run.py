@@ -24,8 +24,6 @@ from rwkvclip_cli.demo.scenes import write_scenes
 from rwkvclip_cli.launch.gpus import count_visible_gpus
 from rwkvclip_cli.launch.lifeline import tie_to
 
-RECALL_NAMES = ("recall@1", "recall@5", "recall@10")
-DIRECTIONS = {"image_to_text": "image -> text", "text_to_image": "text -> image"}
 STDERR = 2  # the descriptor
 # A broken step trains to chance and still ends well; a working one leaves this far behind.
 LEAST_TIMES_CHANCE = 20.0
@@ -110,7 +108,7 @@ def run_demo(folder: Path, keep: bool, recipe: Recipe | None = None) -> dict[str
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-    console.result(table(found))
+    console.result(summary(found))
     console.say(f"demo: {time.monotonic() - started_s:.0f} s" + (f", everything is in {folder}" if keep else ""))
     _judge(found)
     return found
@@ -140,21 +138,20 @@ def commands(recipe: Recipe, gpus: int) -> list[list[str]]:
     ]
 
 
-def table(found: dict[str, Any]) -> str:
-    """Recall both ways beside the same scores on shuffled pairs, in per cent, from `eval --json`'s document."""
-    lines = [f"{found['count']:,} held-out pairs, no scene of theirs in training", f"{'':24}    R@1     R@5    R@10"]
-    for direction, title in DIRECTIONS.items():
-        for label, values in ((title, found), ("  shuffled pairs", found["chance"])):
-            cells = "".join(f"{100 * values[direction][name]:7.2f}%" for name in RECALL_NAMES)
-            lines.append(f"{label:<24}{cells}")
-    times = (f"{value:.0f}" for value in times_chance(found).values())
-    lines.append(f"recall@1 is {' and '.join(times)} times chance, which is 1 in {found['count']:,}")
-    return "\n".join(lines)
+def summary(found: dict[str, Any]) -> str:
+    """What `eval` prints, from its JSON document, and how far that is from guessing."""
+    from rwkvclip_cli.train.evaluate import Retrieval, table  # torch, which only the steps' own processes needed so far
+
+    times = " and ".join(f"{value:.0f}" for value in times_chance(found).values())
+    return (
+        f"{table(Retrieval.read(found))}\n"
+        f"recall@1 is {times} times chance, which is 1 in {found['count']:,}; no scene of these pairs was in training"
+    )
 
 
 def times_chance(found: dict[str, Any]) -> dict[str, float]:
     """Recall@1 by direction, in multiples of what guessing gets: one in all."""
-    return {direction: found[direction]["recall@1"] * found["count"] for direction in DIRECTIONS}
+    return {direction: found[direction]["recall@1"] * found["count"] for direction in found["chance"]}
 
 
 def _prepare(folder: Path, recipe: Recipe) -> None:
@@ -196,7 +193,7 @@ def _judge(found: dict[str, Any]) -> None:
     for direction, times in times_chance(found).items():
         if times < LEAST_TIMES_CHANCE:
             raise RwkvClipError(
-                f"the demo's model learnt too little: recall@1 of {DIRECTIONS[direction]} is {times:.1f} times chance, "
-                f"where it should be {LEAST_TIMES_CHANCE:.0f} at least",
+                f"the demo's model learnt too little: recall@1 {direction.replace('_', ' ')} is {times:.1f} times "
+                f"chance, where it should be {LEAST_TIMES_CHANCE:.0f} at least",
                 hint="rwkvclip demo FOLDER   (keeps the run; FOLDER/run/metrics.jsonl shows the loss of each step)",
             )

@@ -7,7 +7,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -102,6 +102,12 @@ class Retrieval:
         nested = {"count": self.count, "distinct_captions": self.distinct_captions, **_nest(self.recall)}
         return {**nested, "chance": _nest(self.chance)}
 
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Self:
+        """The result that `document` was made of."""
+        chance = document["chance"]
+        return cls(document["count"], document["distinct_captions"], _flat(document), _flat(chance))
+
 
 def _nest(values: dict[str, float]) -> dict[str, dict[str, float]]:
     nested: dict[str, dict[str, float]] = {direction: {} for direction in DIRECTIONS}
@@ -109,6 +115,10 @@ def _nest(values: dict[str, float]) -> dict[str, dict[str, float]]:
         direction, metric = name.split("/")
         nested[direction][metric] = value
     return nested
+
+
+def _flat(nested: dict[str, Any]) -> dict[str, float]:
+    return {f"{way}/{metric}": value for way in DIRECTIONS for metric, value in nested[way].items()}
 
 
 def evaluate(config: EvalConfig) -> Retrieval:
@@ -176,10 +186,9 @@ def table(result: Retrieval) -> str:
     """The result as text: a row a direction, chance beside it, in per cent."""
     names = {"image_to_text": "image -> text", "text_to_image": "text -> image"}
     ks = "".join(f"{f'R@{k}':>8}" for k in RECALL_AT)
-    lines = [f"{result.count:,} pairs, {result.distinct_captions:,} distinct captions", f"{'':16}{ks}"]
+    lines = [f"{result.count:,} pairs, {result.distinct_captions:,} distinct captions", f"{'':26}{ks}"]
     for title, values in (("", result.recall), ("  shuffled", result.chance)):
         for direction in DIRECTIONS:
             row = "".join(f"{100 * values[f'{direction}/recall@{k}']:7.2f}%" for k in RECALL_AT)
             lines.append(f"{names[direction] + title:<26}{row}")
-    lines[1] = f"{'':26}{ks}"
     return "\n".join(lines)

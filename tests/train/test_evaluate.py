@@ -9,7 +9,7 @@ from helpers import run_cli, write_model_config, write_packed
 from safetensors.torch import save_file
 
 from rwkvclip_cli.model import build_model, read_model_config
-from rwkvclip_cli.train.evaluate import recall_at_k, retrieval_metrics
+from rwkvclip_cli.train.evaluate import Retrieval, recall_at_k, retrieval_metrics
 
 # Rows are queries; the right column of row i is column i.
 SCORES = torch.tensor(
@@ -87,6 +87,7 @@ def test_the_command_measures_what_the_functions_do(tmp_path: Path) -> None:
         (batch,) = eval_batches(open_packed(rec), LoaderSpec(23, 16), caption_slot=1)
         image, text, _ = model.eval()(batch.images, batch.tokens)
     assert document["count"] == document["distinct_captions"] == 23
+    assert Retrieval.read(document).document() == document
     for name, value in retrieval_metrics(image, text):
         direction, metric = name.split("/")
         assert document[direction][metric] == pytest.approx(value, abs=1e-9)
