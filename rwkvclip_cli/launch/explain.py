@@ -54,6 +54,12 @@ KNOWN_ERRORS = (
         elsewhere=True,
     ),
     Explanation(
+        r"Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout",
+        "another rank did not take part within --timeout: it hangs, or its machine or network is gone",
+        "look at the other nodes' logs and processes; `rwkvclip nccl-check` names a silent rank",
+        elsewhere=True,
+    ),
+    Explanation(
         r"127\.0\.1\.1|connectFullMesh[^\n]*127\.0\.0\.1",
         "gloo published a loopback address, because /etc/hosts maps this machine's name to one",
         "set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, such as eth0",

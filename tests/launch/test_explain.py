@@ -78,6 +78,15 @@ def dali(operator: str, fault: str) -> str:
             "gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:4021: Connection timed out",
             "another rank ended first",
         ),
+        (
+            "gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete",
+            "did not take part within --timeout",
+        ),
+        (
+            "torch.distributed.DistBackendError: [Rank 1] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.",
+            "did not take part within --timeout",
+        ),
         ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection", "does not answer"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "does not hold"),
         (
