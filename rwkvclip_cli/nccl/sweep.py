@@ -38,7 +38,7 @@ WRONG_HINT = "NCCL_P2P_DISABLE=1 rwkvclip nccl-check, which tells a faulty link 
 SLOW_HINT = "NCCL_DEBUG=INFO rwkvclip nccl-check, which shows the transports that NCCL chose"
 WARM_UPS = 2
 LEAVE_S = 10.0
-IN_FLIGHT = 8  # operations queued on a GPU at once: enough that it never waits for the host
+IN_FLIGHT = 32  # operations queued on a GPU at most: all those of a usual size, whose timing the host leaves alone
 BEYOND_WATCH_S = 30.0  # torch's own timeouts come after the watch has named the silent rank
 
 
@@ -249,7 +249,7 @@ def _time(
     for queued, event in enumerate(events[1:], 1):
         collective.run(source, output)
         event.record()
-        # The host follows from behind: the GPU always has operations queued while an earlier one is waited for.
+        # The host follows from behind: while it waits for an operation, the GPU has later ones queued.
         if queued >= IN_FLIGHT:
             events[queued + 1 - IN_FLIGHT].synchronize()
             progress()

@@ -125,3 +125,33 @@ def test_a_silent_rank_is_named_in_time(ranks: Ranks) -> None:
         f"rwkvclip: no answer within 1 s from rank 1 on {HERE} (no sign of life, last seen in all_reduce of 8 B); "
         "the others wait in all_reduce of 8 B"
     )
+
+
+# Each operation keeps the GPU for about a third of a second, twenty of them for longer than --timeout.
+SLOW_ON_GPU = """
+import dataclasses, json, torch
+from rwkvclip_cli.config import NcclCheckConfig
+from rwkvclip_cli.nccl import watch
+from rwkvclip_cli.nccl.collectives import COLLECTIVES
+from rwkvclip_cli.nccl.sweep import run
+watch.SILENCE_S = 1.0
+check = lambda place, count, output: torch.cuda.synchronize()
+slow = dataclasses.replace(COLLECTIVES["all_reduce"], run=lambda *_: torch.cuda._sleep(600_000_000), check=check)
+print(json.dumps(run(NcclCheckConfig(timeout=1.0), [8], {"all_reduce": slow}).document()))
+"""
+
+
+@pytest.mark.gpu
+def test_a_slow_operation_on_the_gpu_is_not_a_dead_one() -> None:
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_ON_GPU],
+        env=plain_environment(rank),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["median_us"] > 0.2e6
