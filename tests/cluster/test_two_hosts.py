@@ -149,7 +149,7 @@ def test_a_stop_on_one_node_saves_and_stops_all_and_the_run_goes_on_later(
         code, _, err = command.end()
         assert code == 75
         assert "stopped on request" in err
-        assert err.endswith("  try: the same command continues\n")
+        assert err.endswith("the same command continues\n")
     done = len(losses(tmp_path / "run"))
     assert 2 <= done < epochs * STEPS_PER_EPOCH
     assert_empty(commands)
