@@ -8,6 +8,7 @@ Options derive from the dataclasses of `config`. Torch, DALI and numpy load only
 import functools
 import inspect
 import os
+import shlex
 import signal
 import sys
 import typing
@@ -197,7 +198,12 @@ def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]
     without_gpu = retyped(gpus=None, cpus=2)
     try:
         # The ranks would all refuse wrong arguments, later and once each.
-        parse("train", [*passed_on, *train_args])
+        wanted = parse("train", [*passed_on, *train_args])
+        if not options.dry_run and not os.path.exists(wanted.train_data):
+            check_machine(options, without_gpu=without_gpu)
+            raise console.UsageError(
+                f"{wanted.train_data}: no such file", hint=f"rwkvclip pack SOURCE... {shlex.quote(wanted.train_data)}"
+            )
     except config.MissingOptionError as error:
         if not options.dry_run:
             # Who asks for GPUs that are not there hears of them first: no train option would mend that.

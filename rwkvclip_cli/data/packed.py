@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.record_index import read_index
 from rwkvclip_cli.data.recordio import MAGIC
 
@@ -80,9 +80,10 @@ def open_packed(path: str | Path) -> PackedSet:
     if rec.suffix != ".rec":
         raise RwkvClipError(f"{rec}: not a packed .rec file", hint=f"rwkvclip pack {rec} data.rec")
     idx = rec.with_suffix(".idx")
-    for file in (rec, idx):
-        if not file.is_file():
-            raise RwkvClipError(f"{file}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
+    if not rec.is_file():
+        raise UsageError(f"{rec}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
+    if not idx.is_file():
+        raise RwkvClipError(f"{idx}: no such file", hint=f"rwkvclip pack SOURCE... {rec} --overwrite")
     offsets = _read_offsets(rec, idx)
     manifest = _read_manifest(rec.with_suffix(".manifest.json"))
     captions, context_length = LABEL_WIDTH_PUBLISHED

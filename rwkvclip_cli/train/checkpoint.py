@@ -185,7 +185,8 @@ def _read_pickle(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises a dozen classes for damaged files
-        raise RwkvClipError(f"{file}: damaged or not a plain tensor file: {str(error).splitlines()[0]}") from error
+        # Its own words advise to load what may run code.
+        raise RwkvClipError(f"{file}: damaged, or more than plain tensors, which rwkvclip does not load") from error
 
 
 def _flush(path: Path) -> None:

@@ -70,7 +70,7 @@ def _loop(run: Run, position: Position, loader_state: bytes | None) -> TrainResu
             note = ""
             if position.step % config.log_every == 0 or finished:
                 values = _read_metrics(run, position, loss, grad_norm, skipped_total, stopwatch, flops)
-                note = f"loss {values['loss']:.4f}  {values['images_per_s']:,.0f} images/s  lr {values['lr']:.2e}"
+                note = f"loss {values['loss']:.4f}  {values['images_per_s']:,.0f} images/s"
                 if metrics:
                     metrics.write(values)
             bar.advance(1, note)

@@ -73,7 +73,9 @@ def test_dry_run_prints_one_line_a_node_whatever_this_machine_has() -> None:
     assert "NCCL_IB_HCA=mlx5 is in force" in done.stderr
 
 
-def test_dry_run_and_execution_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_and_execution_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.rec").touch()
     started: list[list[str]] = []
 
     def execve(path: str, argv: tuple[str, ...], env: dict[str, str]) -> None:
@@ -143,3 +145,10 @@ def test_a_dry_run_needs_no_train_options_and_no_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "--nproc-per-node 8" in done.stdout
     assert "warning: --output is missing" in done.stderr
+
+
+def test_data_that_is_not_there_is_missed_before_torch_starts(tmp_path: Path) -> None:
+    done = run_cli("launch", "--cpus", "2", "--", *TRAIN, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "rwkvclip: pairs.rec: no such file\n  try: rwkvclip pack SOURCE... pairs.rec\n"
+    assert not (tmp_path / "run").exists()

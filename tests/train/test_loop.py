@@ -182,7 +182,7 @@ def test_mistakes_end_in_one_line(folder: Path) -> None:
         "rwkvclip: --output is missing: Folder for checkpoints, metrics and curves.\n  try: --output PATH\n"
     )
     absent = run_cli("train", "--output", folder / "absent", "--train-data", folder / "nothing.rec")
-    assert absent.returncode == 1
+    assert absent.returncode == 2
     assert absent.stderr.endswith(f"try: rwkvclip pack SOURCE... {folder / 'nothing.rec'}\n")
     assert "Traceback" not in absent.stderr
 
