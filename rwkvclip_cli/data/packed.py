@@ -85,10 +85,16 @@ def open_packed(path: str | Path) -> PackedSet:
     if not idx.is_file():
         raise RwkvClipError(f"{idx}: no such file", hint=f"rwkvclip pack SOURCE... {rec} --overwrite")
     offsets = _read_offsets(rec, idx)
+    size_bytes = rec.stat().st_size
     manifest = _read_manifest(rec.with_suffix(".manifest.json"))
     captions, context_length = LABEL_WIDTH_PUBLISHED
     if manifest:
-        captions, context_length = int(manifest["captions"]), int(manifest["context_length"])
+        captions, context_length = manifest["captions"], manifest["context_length"]
+        if manifest.get("size_bytes", size_bytes) != size_bytes:
+            raise RwkvClipError(
+                f"{rec} has {size_bytes:,} bytes, its manifest says {manifest['size_bytes']}: cut off or replaced",
+                hint=f"copy it again, or: rwkvclip pack SOURCE... {rec} --overwrite",
+            )
         if manifest["count"] != len(offsets):
             raise RwkvClipError(
                 f"{idx} lists {len(offsets):,} records, {rec.with_suffix('.manifest.json').name} says "
@@ -138,6 +144,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         return {}
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        return {**manifest, "captions": int(manifest["captions"]), "count": int(manifest["count"])}
-    except (ValueError, KeyError, TypeError) as error:
+        return {**manifest, **{name: int(manifest[name]) for name in ("captions", "context_length", "count")}}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RwkvClipError(f"{path}: damaged manifest: {error!r}") from None

@@ -57,12 +57,12 @@ def _drop_lines_from(path: Path, first_step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        if step < first_step:
+        if isinstance(step, int) and step < first_step:
             kept.append(line + "\n")
     aside = path.with_name(path.name + ".partial")
     aside.write_text("".join(kept), encoding="utf-8")

@@ -1,5 +1,6 @@
 """Opening a packed set: what fits together opens, what does not says what is wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,24 @@ def test_an_epochs_index_from_any_line_ends(tmp_path: Path, ending: str) -> None
     open_packed(rec).write_index(tmp_path / "part.idx", [(0, 1), (3, 4)])
     assert (tmp_path / "part.idx").read_bytes().split() == [word.encode() for i in (0, 3) for word in lines[i].split()]
     assert (tmp_path / "part.idx").read_bytes().endswith(b"\n")
+
+
+def test_a_file_cut_behind_its_last_offset_is_refused(tmp_path: Path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 3)
+    manifest = json.loads(rec.with_suffix(".manifest.json").read_text())
+    manifest["size_bytes"] = rec.stat().st_size
+    rec.with_suffix(".manifest.json").write_text(json.dumps(manifest))
+    assert open_packed(rec).count == 3
+    rec.write_bytes(rec.read_bytes()[:-8])
+    with pytest.raises(RwkvClipError, match="cut off or replaced"):
+        open_packed(rec)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"count": 3, "captions": 3}', '{"count": 3, "captions": 3, "context_length": "x"}', "[]"]
+)
+def test_a_manifest_that_lacks_a_number_is_damaged(tmp_path: Path, text: str) -> None:
+    rec = write_packed(tmp_path / "a.rec", 3)
+    rec.with_suffix(".manifest.json").write_text(text)
+    with pytest.raises(RwkvClipError, match="damaged manifest"):
+        open_packed(rec)

@@ -141,8 +141,16 @@ def encode_jpeg(rgb: RGB, quality: int) -> bytes:
     height, width = rgb.shape[:2]
     if max(height, width) > MAX_JPEG_SIDE:
         raise BadImage("too-large", f"{width}x{height}: a JPEG side holds at most {MAX_JPEG_SIDE:,} pixels")
-    buffer = io.BytesIO()
-    Image.fromarray(rgb).save(buffer, "JPEG", quality=quality, subsampling=0, optimize=True)
+    for optimize in (True, False):
+        buffer = io.BytesIO()
+        try:
+            Image.fromarray(rgb).save(buffer, "JPEG", quality=quality, subsampling=0, optimize=optimize)
+        except OSError:
+            # Pillow keeps an optimized picture in a buffer of fixed size, which noise outgrows.
+            if not optimize:
+                raise
+        else:
+            break
     return buffer.getvalue()
 
 

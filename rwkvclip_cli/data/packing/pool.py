@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from rwkvclip_cli import console
+from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
 from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 
@@ -26,6 +28,7 @@ BATCH_SAMPLES = 32
 BATCH_BYTES = 2**24
 BATCH_ITEMS = 1024
 END_WAIT_S = 5.0
+MAX_FAILED_STARTS = 5  # in a whole pack: one that the system killed for its memory is no reason to stop
 
 # A worker runs on one core: what its libraries would start besides only gets in the way of the others.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -71,12 +74,14 @@ class Pool:
     count: int
     options: WorkerOptions
     _workers: list[_Worker] = field(default_factory=list)
+    _failed_starts: int = 0
 
     def run(self, items: Iterable[Item]) -> Iterator[Outcome]:
         """Yield what becomes of each item, in the items' order.
 
         A worker that dies (a decoder's fault, no memory left) is replaced and its samples are tried one at a time;
-        one at which a worker dies again is a reject. Raises RuntimeError for a bug in a worker.
+        one at which a worker dies again is a reject. So is one at which rwkvclip itself fails; its traceback is shown.
+        Raises RwkvClipError where no worker can be started.
         """
         batches = _batches(items)
         window: deque[_Batch] = deque()
@@ -130,12 +135,13 @@ class Pool:
                 continue
             if word == "ready":
                 worker.is_ready = True
-            elif word == "bug":
-                raise RuntimeError(f"a packing process failed:\n{content}")
+                continue
+            task, worker.task = worker.task, None
+            assert task is not None
+            if word == "bug":
+                self._retry(task, waiting, content)
             else:
-                assert worker.task is not None
-                _settle(worker.task, content)
-                worker.task = None
+                _settle(task, content)
 
     def _bury(self, worker: _Worker, waiting: deque[_Task]) -> None:
         """Let go of a dead worker; its samples are tried again one by one, or the only one is given up."""
@@ -145,7 +151,13 @@ class Pool:
             worker.log.seek(0)
             said = worker.log.read().decode("utf-8", "replace").strip()
             _close(worker)
-            raise RuntimeError(f"a packing process did not start (exit code {code}):\n{said}")
+            self._failed_starts += 1
+            if self._failed_starts == MAX_FAILED_STARTS:
+                raise RwkvClipError(
+                    f"{MAX_FAILED_STARTS} packing processes did not start (last exit code {code})\n{said}".rstrip(),
+                    hint="pack with fewer --workers, if memory is short",
+                )
+            return
         _close(worker)
         task = worker.task
         if task is None:
@@ -155,8 +167,17 @@ class Pool:
             source = task.samples[0].source
             _settle(task, [Reject(source, "decoder-crash", f"{source}: the process that decoded it died ({how})")])
             return
-        for position, sample in zip(task.positions, task.samples, strict=True):
-            waiting.appendleft(_Task(task.batch, [position], [sample], is_retry=True))
+        _split(task, waiting)
+
+    def _retry(self, task: _Task, waiting: deque[_Task], traceback: str) -> None:
+        """Try the samples at which rwkvclip failed one by one, and give up the one at which it fails again."""
+        if not task.is_retry:
+            _split(task, waiting)
+            return
+        source = task.samples[0].source
+        console.say(f"rwkvclip failed at {source}:\n{traceback}")
+        fault = traceback.strip().splitlines()[-1]
+        _settle(task, [Reject(source, "internal-error", f"{source}: {fault}")])
 
     def _start(self) -> _Worker:
         here, there = Pipe()
@@ -207,6 +228,11 @@ def _open_log() -> BinaryIO:
 def _close(worker: _Worker) -> None:
     worker.connection.close()
     worker.log.close()
+
+
+def _split(task: _Task, waiting: deque[_Task]) -> None:
+    for position, sample in zip(task.positions, task.samples, strict=True):
+        waiting.appendleft(_Task(task.batch, [position], [sample], is_retry=True))
 
 
 def _settle(task: _Task, outcomes: list[Any]) -> None:

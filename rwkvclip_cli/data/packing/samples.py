@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ REASONS = {
     "too-large": "more bytes, or a longer side, than a record or a JPEG holds",
     "not-faithful": "no JPEG comes within 2 of 255 of the picture, or DALI sees other pixels in it",
     "bad-structure": "JPEG markers out of place (--proof structure) and no reader that mends it",
+    "internal-error": "a fault of rwkvclip's own at this input alone; its traceback is on stderr",
     "decoder-crash": "the process that decoded it died",
     "unreadable-caption": "a caption file that cannot be read or parsed",
     "bad-row": "a table row that cannot be parsed",
@@ -32,6 +34,7 @@ REASONS = {
 DEFAULT_CAPTION_KEYS = ("captions", "caption", "text", "title")
 DEFAULT_IMAGE_KEYS = ("image", "jpg", "file_name", "filepath", "path")
 SIDECAR_KINDS: tuple[Literal["txt", "json"], ...] = ("txt", "json")
+LARGEST_NUMBER = 10**100
 MAX_SIDECAR_BYTES = 2**24
 MAX_IMAGE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
 
@@ -130,13 +133,24 @@ def usual_names(names: Iterable[str], usual: Sequence[str]) -> list[str]:
 
 def texts(value: Any) -> list[str]:
     """The strings in a cell: itself, a number's digits, or each element of a list; nothing else speaks."""
-    if isinstance(value, str):
-        return [readable(value)]
-    if isinstance(value, list | tuple):
-        return [text for element in value for text in texts(element)]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return [str(value)]
-    return []
+    found: list[str] = []
+    waiting = [value]  # not a call for each level: a list may be nested deeper than Python's calls may
+    while waiting:
+        element = waiting.pop()
+        if isinstance(element, str):
+            found.append(readable(element))
+        elif isinstance(element, list | tuple):
+            waiting.extend(reversed(element))
+        elif _is_number(element):
+            found.append(str(element))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it has digits: JSON's NaN and infinities have none, and no caption has thousands."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 
 def readable(text: str) -> str:

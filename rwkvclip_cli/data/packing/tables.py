@@ -145,7 +145,7 @@ def _listed(cell: str) -> Any:
         for parse in (json.loads, ast.literal_eval):
             try:
                 value = parse(cell.strip())
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 continue
             if isinstance(value, list):
                 return value

@@ -41,7 +41,11 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 _OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
-_DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
+# The last three: chains of extension headers, and extension headers that claim to be larger than memory.
+_DAMAGE = (
+    tarfile.TarError, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError,
+    RecursionError, MemoryError, OverflowError,
+)  # fmt: skip
 
 
 class _Damaged(Exception):
@@ -217,7 +221,7 @@ def _next_header(tar: tarfile.TarFile, stream: IO[bytes]) -> tarfile.TarInfo | N
         at = tar.offset
         try:
             stream.seek(at)
-            return tarfile.TarInfo.fromtarfile(tar)
+            info = tarfile.TarInfo.fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             zeros += 1
             tar.offset = at + BLOCK
@@ -226,7 +230,12 @@ def _next_header(tar: tarfile.TarFile, stream: IO[bytes]) -> tarfile.TarInfo | N
                 return None
             raise _Damaged(at, "cut off: no end-of-archive mark") from error
         except _DAMAGE as error:
-            raise _Damaged(at, f"no valid header ({error})") from error
+            raise _Damaged(at, f"no valid header ({error or type(error).__name__})") from error
+        else:
+            # A size below zero would lead back to a header that was read before, for ever.
+            if tar.offset <= at or info.size < 0:
+                raise _Damaged(at, "a header with a size below zero")
+            return info
 
 
 def _open(path: str) -> IO[bytes]:

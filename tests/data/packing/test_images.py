@@ -305,3 +305,13 @@ def test_a_file_too_large_to_read_is_refused_unread(tmp_path: Path):
     with pytest.raises(BadImage, match=r"2,147,483,649 bytes") as fault:
         read_file(str(tmp_path / "huge.jpg"))
     assert fault.value.reason == "too-large"
+
+
+@pytest.mark.parametrize("quality", [1, 95, 98, 100])
+def test_noise_is_encoded_at_every_quality(quality):
+    """Noise outgrows the buffer that Pillow gives an optimized picture."""
+    noise = np.random.default_rng(0).integers(0, 256, (400, 300, 3), dtype=np.uint8)
+    back = np.asarray(Image.open(io.BytesIO(encode_jpeg(noise, quality))))
+    assert back.shape == noise.shape
+    if quality == 100:
+        assert np.abs(back.astype(int) - noise).mean() < 2

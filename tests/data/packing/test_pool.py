@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from pack_files import photo
 
+from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.packing import pool
 from rwkvclip_cli.data.packing.pool import Pool
 from rwkvclip_cli.data.packing.samples import Ignored, Reject, Sample
@@ -43,17 +44,34 @@ def test_a_sample_that_kills_its_worker_is_a_reject_and_the_rest_are_records(mon
     assert [outcome.source for outcome in good] == [f"s{n}" for n in (0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 0, 1)]
 
 
-def test_a_bug_in_a_worker_keeps_its_traceback(monkeypatch):
+def test_a_bug_at_one_sample_costs_that_one_alone_and_shows_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "raise KeyError('a bug')"))
-    said = r"(?s)a packing process failed.*in poisoned.*KeyError: 'a bug'"
-    with Pool(1, WorkerOptions()) as workers, pytest.raises(RuntimeError, match=said):
-        list(workers.run(samples(3, bad=(1,))))
+    with Pool(1, WorkerOptions()) as workers:
+        outcomes = list(workers.run(samples(3, bad=(1,))))
+    assert [type(outcome) for outcome in outcomes] == [Packed, Reject, Packed]
+    assert (outcomes[1].source, outcomes[1].reason) == ("s1", "internal-error")
+    assert outcomes[1].message == "s1: KeyError: 'a bug'"
+    said = capsys.readouterr().err
+    assert said.count("Traceback") == 1
+    assert "in poisoned" in said
+
+
+def test_a_worker_killed_while_it_starts_is_started_again(monkeypatch, tmp_path):
+    mark = tmp_path / "killed"
+    once = (
+        f"import os; p = {str(mark)!r}\nif not os.path.exists(p):\n    open(p, 'w').close(); os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setattr(pool, "START", once.replace("{", "{{").replace("}", "}}") + pool.START)
+    with Pool(1, WorkerOptions()) as workers:
+        outcomes = list(workers.run(samples(2)))
+    assert mark.exists()
+    assert [type(outcome) for outcome in outcomes] == [Packed, Packed]
 
 
 def test_a_worker_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(pool, "START", "import no_such_module_{descriptor}, sys; sys.path[:] = {path!r}")
-    said = r"(?s)did not start \(exit code 1\).*no_such_module"
-    with Pool(1, WorkerOptions()) as workers, pytest.raises(RuntimeError, match=said):
+    said = r"(?s)5 packing processes did not start \(last exit code 1\).*no_such_module"
+    with Pool(1, WorkerOptions()) as workers, pytest.raises(RwkvClipError, match=said):
         list(workers.run(samples(1)))
 
 

@@ -17,6 +17,7 @@ from rwkvclip_cli.data.packing.samples import (
     Sidecar,
     find_captions,
     printable,
+    texts,
 )
 from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources, read_folder, read_sources
 
@@ -268,3 +269,25 @@ def test_what_takes_too_long_to_count_is_extrapolated(tmp_path):
     for name, true in (("t.tar", 640), ("t.csv", 200_000)):
         estimate = estimate_inputs(find(tmp_path / name), SourceOptions(), budget_s=0.0)
         assert estimate == pytest.approx(true, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("value", "captions"),
+    [
+        (["a", ["b", ["c"]], 3], ["a", "b", "c", "3"]),
+        ([float("nan"), float("inf"), "x"], ["x"]),
+        (10**6000, []),
+        (True, []),
+        ({"a": "b"}, []),
+    ],
+    ids=["nested", "not-finite", "thousands-of-digits", "bool", "mapping"],
+)
+def test_what_speaks_in_a_cell(value, captions):
+    assert texts(value) == captions
+
+
+def test_lists_nested_deeper_than_calls_may_be():
+    nested = ["deep"]
+    for _ in range(100_000):
+        nested = [nested]
+    assert texts(nested) == ["deep"]

@@ -175,3 +175,10 @@ def test_a_table_without_the_columns_is_refused_before_any_work(tmp_path, conten
     with pytest.raises(UsageError, match=message) as fault:
         find_sources([str(tmp_path / "t.csv")], SourceOptions(**options))
     assert hint in fault.value.hint
+
+
+@pytest.mark.parametrize("cell", ["[{[]}]", "[0x" + "f" * 5000 + "]", "[" * 5000, "[1, 2"])
+def test_a_cell_that_only_looks_like_a_list_kills_nothing(tmp_path, cell):
+    (tmp_path / "t.csv").write_text(f'image,captions\nx.jpg,"{cell}"\n')
+    (item,) = read_table(str(tmp_path / "t.csv"), SourceOptions())
+    assert type(item).__name__ in ("Sample", "Reject")

@@ -1,6 +1,7 @@
 """WebDataset tars as sources: grouping, compressions, joined and damaged archives."""
 
 import io
+import itertools
 import os
 import tarfile
 import tracemalloc
@@ -147,3 +148,45 @@ def test_a_long_tar_takes_constant_memory(tmp_path):
     tracemalloc.stop()
     # The headers alone, kept, would take more than a million bytes, the files four.
     assert peak < 300_000
+
+
+def raw_header(name: bytes, size_field: bytes, kind: bytes) -> bytes:
+    head = bytearray(512)
+    head[: len(name)] = name
+    head[100:108], head[108:116], head[116:124] = b"0000644\0", b"0000000\0", b"0000000\0"
+    head[124:136], head[136:148], head[156:157] = size_field, b"00000000000\0", kind
+    head[257:265] = b"ustar\00000"
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head)
+
+
+def base_256(size: int) -> bytes:
+    return (size & ((1 << 96) - 1)).to_bytes(12, "big") if size < 0 else b"\x80" + size.to_bytes(11, "big")
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        raw_header(b"b.dat", base_256(-512), b"0"),
+        raw_header(b"b.jpg", base_256(-512), b"0"),
+        raw_header(b"b.dat", base_256(-512), b"S"),
+        raw_header(b"long", base_256(2**62), b"L"),
+        raw_header(b"long", base_256(2**70), b"x"),
+        raw_header(b"chain", b"00000000000\0", b"x") * 3000,
+        raw_header(b"chain", b"00000000000\0", b"L") * 3000,
+    ],
+    ids=["negative", "negative-image", "negative-sparse", "huge-name", "huge-pax", "pax-chain", "name-chain"],
+)
+def test_headers_that_loop_or_claim_too_much_end_the_tar_with_one_reject(tmp_path, junk):
+    write_tar(tmp_path / "t.tar", PAIRS)
+    whole = (tmp_path / "t.tar").read_bytes().rstrip(b"\0")
+    whole += bytes(-len(whole) % 512)
+    (tmp_path / "t.tar").write_bytes(whole + junk + bytes(1024))
+    found = list(itertools.islice(read_tar(str(tmp_path / "t.tar")), 20))
+    assert [item.source for item in found if isinstance(item, Sample)] == [
+        f"{tmp_path}/t.tar:{n}.jpg" for n in range(3)
+    ]
+    assert isinstance(found[-1], Reject)
+    assert found[-1].reason == "damaged-tar"
+    assert f"at byte {len(whole):,}" in found[-1].message
