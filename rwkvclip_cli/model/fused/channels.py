@@ -1,0 +1,113 @@
+"""A block's second branch, the mix over channels, forward and backward, from its norm to its gated output.
+
+    >>> out, kept = forward(x, change, (None, None), parameters, eps, layout, torch.bfloat16)
+
+Legend: B batch, T tokens, L = B T rows, C channels, F hidden channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkvclip_cli.model.blocks import Kind
+from rwkvclip_cli.model.fused.attention import Eps, Parameters
+from rwkvclip_cli.model.fused.gates import gated_sum, gated_sum_backward, squared_relu_, squared_relu_backward_
+from rwkvclip_cli.model.fused.layout import Layout
+from rwkvclip_cli.model.fused.mixes import mix
+from rwkvclip_cli.model.fused.norms import add_norm, norm_backward
+from rwkvclip_cli.model.fused.products import cast, full_product
+
+Keep = tuple[Tensor | None, Tensor | None]
+SHARES: dict[Kind, tuple[str, str]] = {
+    "image": ("ffn.spatial_mix_k", "ffn.spatial_mix_r"),
+    "text": ("ffn.time_maa_k", "ffn.time_maa_r"),
+}
+MATRICES = ("ffn.key.weight", "ffn.value.weight", "ffn.receptance.weight")
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs."""
+
+    total: Tensor
+    """(L, C) float32: the stream that the branch reads."""
+    squared: Tensor
+    """(L, F): the hidden channels' squared ReLU, which also tells the ReLU itself."""
+    openness: Tensor
+    """(L, C): the gate's logits."""
+    value: Tensor
+    """(L, C): what the gate lets through."""
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """The branch's parameters."""
+    return ("ln2.weight", "ln2.bias", *SHARES[kind], *MATRICES)
+
+
+def forward(
+    x: Tensor,
+    change: Tensor,
+    keep: Keep,
+    parameters: Parameters,
+    kind: Kind,
+    eps: Eps,
+    layout: Layout,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Kept]:
+    """The first branch's change added to x (L, C) float32, and this branch's to the sum; float32."""
+    key, value, receptance = cast([parameters[name] for name in MATRICES], dtype)
+    total, normed, _, _ = add_norm(
+        x, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout, change, keep[0]
+    )
+    x_k, x_r = mix(_shares(parameters, kind), normed, layout, inverse=kind == "image")
+    squared = squared_relu_(torch.mm(x_k, key.t()))
+    del x_k, normed
+    openness = torch.mm(x_r, receptance.t())
+    del x_r
+    through = torch.mm(squared, value.t())
+    return gated_sum(total, openness, through, keep[1], layout), Kept(total, squared, openness, through)
+
+
+def backward(
+    grad: Tensor,
+    kept: Kept,
+    keep: Keep,
+    parameters: Parameters,
+    needed: frozenset[str],
+    kind: Kind,
+    eps: Eps,
+    layout: Layout,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """From the gradient (L, C) float32 of the result to that of the sum (float32) and of the first branch's change.
+
+    Last come the gradients of the parameters among `needed` (others may be there too).
+    """
+    dtype = kept.value.dtype
+    key, value, receptance = cast([parameters[name] for name in MATRICES], dtype)
+    grads: dict[str, Tensor] = {}
+    grad_openness, grad_value = gated_sum_backward(grad, kept.openness, kept.value, keep[1], layout)
+    if "ffn.value.weight" in needed:
+        grads["ffn.value.weight"] = full_product(grad_value.t(), kept.squared)
+    grad_hidden = squared_relu_backward_(torch.mm(grad_value, value), kept.squared)
+    del grad_value
+    grad_mixes = torch.mm(grad_hidden, key), torch.mm(grad_openness, receptance)
+    shares = _shares(parameters, kind)
+    normed = add_norm(kept.total, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout)
+    if needed & {"ffn.key.weight", "ffn.receptance.weight"}:
+        x_k, x_r = mix(shares, normed.normed, layout, inverse=kind == "image")
+        grads["ffn.key.weight"] = full_product(grad_hidden.t(), x_k)
+        grads["ffn.receptance.weight"] = full_product(grad_openness.t(), x_r)
+        del x_k, x_r
+    del grad_hidden, grad_openness
+    grad_total, grad_change, sums = norm_backward(
+        grad_mixes, shares, normed, parameters["ln2.weight"], grad, layout,
+        inverse=kind == "image", change_dtype=dtype, keep=keep[0],
+    )  # fmt: skip
+    assert grad_change is not None
+    grads.update(zip((*SHARES[kind], "ln2.weight", "ln2.bias"), sums, strict=True))
+    return grad_total, grad_change, grads
+
+
+def _shares(parameters: Parameters, kind: Kind) -> tuple[Tensor, Tensor]:
+    first, second = SHARES[kind]
+    return parameters[first], parameters[second]

@@ -1,0 +1,213 @@
+"""What lies between the matrix products behind the mixes: norm and gate of the heads, squared ReLU, the output gate.
+
+    >>> z = head_gate(y, g, weight, bias, eps, layout)
+
+Legend: B batch, T tokens, L = B T rows, C channels, H heads, N = C / H channels of a head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
+
+HEAD_ROWS, HEAD_WARPS = 16, 4
+FLAT = 2048
+OUTPUT_ROWS, OUTPUT_CHANNELS = 16, 128
+
+
+@triton.jit
+def _head_gate_kernel(
+    y, g, weight, bias, z, rows, eps,
+    C: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head's rows of GroupNorm(y) * SiLU(g)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK)
+    channel, wide = tl.program_id(1) * HEAD + lane, lane < HEAD
+    inside = (row < rows)[:, None] & wide[None, :]
+    at = row.to(tl.int64)[:, None] * C + channel[None, :]
+    value, gate = take(y + at, inside), take(g + at, inside)
+    hat, _ = _normalised(value, inside, eps, HEAD)
+    normed = hat * take(weight + channel, wide)[None, :] + take(bias + channel, wide)[None, :]
+    put(z + at, normed * gate * sigmoid(gate), inside)
+
+
+@triton.jit
+def _normalised(value, inside, eps, HEAD: tl.constexpr):
+    """Rows of mean 0 and variance 1, and what they were multiplied by."""
+    centred = tl.where(inside, value - tl.sum(value, 1)[:, None] / HEAD, 0.0)
+    scale = (1.0 / tl.sqrt(tl.sum(centred * centred, 1) / HEAD + eps))[:, None]
+    return centred * scale, scale
+
+
+def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout) -> Tensor:
+    """GroupNorm of y over each head, times SiLU(g); y and g (L, C), the result in the type of g."""
+    z = torch.empty_like(g)
+    _head_gate_kernel[(max(1, triton.cdiv(layout.rows, HEAD_ROWS)), layout.heads)](
+        y, g, weight, bias, z, layout.rows, eps,
+        C=layout.width, HEAD=layout.head, BLOCK=triton.next_power_of_2(layout.head), ROWS=HEAD_ROWS,
+        num_warps=HEAD_WARPS,
+    )  # fmt: skip
+    return z
+
+
+@triton.jit
+def _head_gate_back_kernel(
+    grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, rows, eps,
+    C: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of one head's rows, and their sums for the norm's weight and bias."""
+    lane = tl.arange(0, BLOCK)
+    channel, wide = tl.program_id(1) * HEAD + lane, lane < HEAD
+    factor, shift = take(weight + channel, wide)[None, :], take(bias + channel, wide)[None, :]
+    sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & wide[None, :]
+        at = row.to(tl.int64)[:, None] * C + channel[None, :]
+        gate, grad = take(g + at, inside), take(grad_z + at, inside)
+        hat, scale = _normalised(take(y + at, inside), inside, eps, HEAD)
+        normed = hat * factor + shift
+        opened = sigmoid(gate)
+        swish = gate * opened
+        put(z + at, normed * swish, inside)
+        put(grad_g + at, grad * normed * (opened + swish * (1.0 - opened)), inside)
+        grad *= swish
+        sum_weight += grad * hat
+        sum_bias += grad
+        grad *= factor
+        along = tl.sum(grad * hat, 1)[:, None] / HEAD
+        put(grad_y + at, (grad - tl.sum(grad, 1)[:, None] / HEAD - hat * along) * scale, inside)
+    place = sums + tl.program_id(0) * 2 * C + channel
+    tl.store(place, tl.sum(sum_weight, 0), mask=wide)
+    tl.store(place + C, tl.sum(sum_bias, 0), mask=wide)
+
+
+def head_gate_backward(
+    grad_z: Tensor, y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, grad_g: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `head_gate`'s y, its result again, and (2, C) float32: the gradients of weight and bias.
+
+    The gradient of g goes to `grad_g`.
+    """
+    z, grad_y = torch.empty_like(g), torch.empty_like(y)
+    programs = max(1, min(2 * layout.programs // layout.heads, triton.cdiv(layout.rows, HEAD_ROWS)))
+    sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
+    _head_gate_back_kernel[(programs, layout.heads)](
+        grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, layout.rows, eps,
+        C=layout.width, HEAD=layout.head, BLOCK=triton.next_power_of_2(layout.head), ROWS=HEAD_ROWS,
+        num_warps=HEAD_WARPS,
+    )  # fmt: skip
+    return grad_y, z, sums.sum(0)
+
+
+@triton.jit
+def _squared_relu_kernel(hidden, count, FLAT: tl.constexpr):
+    """max(0, hidden)^2, in place."""
+    at = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    value = take(hidden + at, at < count)
+    # Not maximum(): a NaN has to stay one.
+    value = tl.where(value < 0, 0.0, value)
+    put(hidden + at, value * value, at < count)
+
+
+def squared_relu_(hidden: Tensor) -> Tensor:
+    """max(0, hidden)^2 in place of a contiguous tensor."""
+    _squared_relu_kernel[_flat(hidden)](hidden, hidden.numel(), FLAT=FLAT, num_warps=4)
+    return hidden
+
+
+@triton.jit
+def _squared_relu_back_kernel(grad, squared, count, FLAT: tl.constexpr):
+    """grad * 2 sqrt(squared), in place of grad."""
+    at = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    slope = 2.0 * tl.sqrt(take(squared + at, at < count))
+    put(grad + at, take(grad + at, at < count) * slope, at < count)
+
+
+def squared_relu_backward_(grad: Tensor, squared: Tensor) -> Tensor:
+    """The gradient of `squared_relu_`'s input, from its result, in place of that of its result."""
+    _squared_relu_back_kernel[_flat(grad)](grad, squared, grad.numel(), FLAT=FLAT, num_warps=4)
+    return grad
+
+
+@triton.jit
+def _tanh_back_kernel(grad, result, count, FLAT: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    value = take(result + at, at < count)
+    put(grad + at, take(grad + at, at < count) * (1.0 - value * value), at < count)
+
+
+def tanh_backward_(grad: Tensor, result: Tensor) -> Tensor:
+    """The gradient of tanh's input, from its result, in place of that of its result."""
+    _tanh_back_kernel[_flat(grad)](grad, result, grad.numel(), FLAT=FLAT, num_warps=4)
+    return grad
+
+
+@triton.jit
+def _output_kernel(
+    x, openness, value, keep, out, rows, tokens,
+    C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """A tile of x + sigmoid(openness) * value * keep."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    here = row < rows
+    inside = here[:, None] & (channel < C)[None, :]
+    at = row.to(tl.int64)[:, None] * C + channel[None, :]
+    change = sigmoid(take(openness + at, inside)) * take(value + at, inside)
+    if KEEP:
+        change *= take(keep + row // tokens, here)[:, None]
+    put(out + at, take(x + at, inside) + change, inside)
+
+
+def gated_sum(x: Tensor, openness: Tensor, value: Tensor, keep: Tensor | None, layout: Layout) -> Tensor:
+    """x + sigmoid(openness) * value * keep, float32, for x (L, C) float32, openness and value (L, C), keep (B)."""
+    out = torch.empty_like(x)
+    _output_kernel[_output_tiles(layout)](
+        x, openness, value, keep, out, layout.rows, layout.tokens,
+        C=layout.width, ROWS=OUTPUT_ROWS, CHANNELS=OUTPUT_CHANNELS, KEEP=keep is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _output_back_kernel(
+    grad, openness, value, keep, grad_openness, grad_value, rows, tokens,
+    C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    here = row < rows
+    inside = here[:, None] & (channel < C)[None, :]
+    at = row.to(tl.int64)[:, None] * C + channel[None, :]
+    change = take(grad + at, inside)
+    if KEEP:
+        change *= take(keep + row // tokens, here)[:, None]
+    opened = sigmoid(take(openness + at, inside))
+    change *= opened
+    put(grad_value + at, change, inside)
+    put(grad_openness + at, change * take(value + at, inside) * (1.0 - opened), inside)
+
+
+def gated_sum_backward(
+    grad: Tensor, openness: Tensor, value: Tensor, keep: Tensor | None, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `gated_sum`'s openness and value, in their types; that of x is `grad` itself."""
+    grad_openness, grad_value = torch.empty_like(openness), torch.empty_like(value)
+    _output_back_kernel[_output_tiles(layout)](
+        grad, openness, value, keep, grad_openness, grad_value, layout.rows, layout.tokens,
+        C=layout.width, ROWS=OUTPUT_ROWS, CHANNELS=OUTPUT_CHANNELS, KEEP=keep is not None, num_warps=4,
+    )  # fmt: skip
+    return grad_openness, grad_value
+
+
+def _flat(x: Tensor) -> tuple[int]:
+    return (max(1, triton.cdiv(x.numel(), FLAT)),)
+
+
+def _output_tiles(layout: Layout) -> tuple[int, int]:
+    return max(1, triton.cdiv(layout.rows, OUTPUT_ROWS)), triton.cdiv(layout.width, OUTPUT_CHANNELS)

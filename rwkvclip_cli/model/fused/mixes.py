@@ -1,0 +1,250 @@
+"""Mixes of each token with its neighbours: by fixed shares, and the five whose shares depend on the token.
+
+    >>> mixed_x = mix((maa_x,), normed, layout)
+
+Legend: L tokens of a batch, C channels, R = 32 inner channels of a share.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rwkvclip_cli.model.blocks import MIX_RANK
+from rwkvclip_cli.model.fused.layout import Layout, dot, neighbour, precision, put, rounded, take, take_neighbour
+
+RANK = tl.constexpr(MIX_RANK)
+MIX_ROWS, MIX_CHANNELS = 16, 128
+FIVE_ROWS, FIVE_CHANNELS, FIVE_WARPS = 64, 64, 4
+BACK_ROWS, BACK_CHANNELS, BACK_WARPS = 64, 32, 8
+SUM_ROWS, SUM_CHANNELS, SUM_WARPS = 64, 64, 8
+
+
+@triton.jit
+def _mix_kernel(
+    normed, share_a, share_b, mixed_a, mixed_b, rows, tokens, lines, columns,
+    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TWO: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one or two mixes of fixed shares."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    wide = channel < C
+    inside = (row < rows)[:, None] & wide[None, :]
+    start = tl.program_id(0).to(tl.int64) * (ROWS * C)
+    at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
+    step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+    normed += start
+    own = take(normed + at, inside)
+    delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
+    share = take(share_a + channel, wide)
+    if INVERSE:
+        share = 1.0 - share
+    put(mixed_a + start + at, own + delta * share[None, :], inside)
+    if TWO:
+        share = take(share_b + channel, wide)
+        if INVERSE:
+            share = 1.0 - share
+        put(mixed_b + start + at, own + delta * share[None, :], inside)
+
+
+def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: bool = False) -> tuple[Tensor, ...]:
+    """normed + (shifted - normed) * share for one or two shares (C); with `inverse` a share is the token's own."""
+    mixed = tuple(torch.empty_like(normed) for _ in shares)
+    two = len(shares) == 2
+    _mix_kernel[_tiles(layout, MIX_ROWS, MIX_CHANNELS)](
+        normed, shares[0], shares[1] if two else None, mixed[0], mixed[1] if two else None,
+        layout.rows, layout.tokens, layout.lines, layout.columns,
+        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        ROWS=MIX_ROWS, CHANNELS=MIX_CHANNELS, TWO=two, INVERSE=inverse, num_warps=4,
+    )  # fmt: skip
+    return mixed
+
+
+@triton.jit
+def _share(inner, outer, fixed, index: tl.constexpr, row, channel, here, wide, C: tl.constexpr, P: tl.constexpr):
+    """The tile of one mix's shares, float32, with the two factors of its token-dependent part."""
+    lane = tl.arange(0, RANK)
+    left = tl.load(inner + row[:, None] * (5 * RANK) + index * RANK + lane[None, :],
+                   mask=here[:, None], other=0.0)  # fmt: skip
+    right = tl.load(outer + (lane + index * RANK)[:, None] * C + channel[None, :], mask=wide[None, :], other=0.0)
+    return dot(left, right, P) + take(fixed + index * C + channel, wide)[None, :], left, right
+
+
+@triton.jit
+def _five_mixes_kernel(
+    normed, inner, outer, fixed, mixed, plane, rows, tokens, lines, columns,
+    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of all five mixes."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    here, wide = row < rows, channel < C
+    inside = here[:, None] & wide[None, :]
+    start = tl.program_id(0).to(tl.int64) * (ROWS * C)
+    at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
+    step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+    normed += start
+    own = take(normed + at, inside)
+    delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
+    for index in tl.static_range(5):
+        share, _, _ = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
+        put(mixed + start + index * plane + at, own + delta * share, inside)
+
+
+def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout) -> Tensor:
+    """(5, L, C): normed + (shifted - normed) * (fixed + inner @ outer), five ways.
+
+    Args:
+        normed: (L, C).
+        inner: (L, 5 R) in the type of `normed`.
+        outer: (5, R, C) in the type of `normed`.
+        fixed: (5, C) float32.
+    """
+    mixed = torch.empty((5, *normed.shape), dtype=normed.dtype, device=normed.device)
+    _five_mixes_kernel[_tiles(layout, FIVE_ROWS, FIVE_CHANNELS)](
+        normed, inner, outer, fixed, mixed, layout.rows * layout.width,
+        layout.rows, layout.tokens, layout.lines, layout.columns,
+        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        ROWS=FIVE_ROWS, CHANNELS=FIVE_CHANNELS, PRECISION=precision(normed.dtype), num_warps=FIVE_WARPS,
+    )  # fmt: skip
+    return mixed
+
+
+@triton.jit
+def _one_mix_back(
+    grads, inner, outer, fixed, index: tl.constexpr, plane, at, row, channel, here, wide, delta,
+    own, near, grad_inner, C: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Add one mix's part to the gradients of a tile and of its inner channels."""
+    grad = take(grads + index * plane + at, here[:, None] & wide[None, :])
+    share, _, right = _share(inner, outer, fixed, index, row, channel, here, wide, C, P)
+    passed = grad * share
+    grad_inner += dot(rounded(grad * delta, right.dtype), tl.trans(right), P)
+    return own + (grad - passed), near + passed, grad_inner
+
+
+@triton.jit
+def _put_inner(grad_inner, inner, grad_before, index: tl.constexpr, row, here):
+    """Through the tanh, whose result is `inner`, into memory."""
+    at = row[:, None] * (5 * RANK) + index * RANK + tl.arange(0, RANK)[None, :]
+    result = take(inner + at, here[:, None])
+    put(grad_before + at, grad_inner * (1.0 - result * result), here[:, None])
+
+
+@triton.jit
+def _five_back_kernel(
+    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, plane, rows, tokens, lines, columns,
+    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of the gradients of the tokens, of their neighbours, and of what the tanh reads."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = row < rows
+    start = tl.program_id(0).to(tl.int64) * (ROWS * C)
+    grads += start
+    normed += start
+    grad_own += start
+    grad_near += start
+    inner_0 = tl.zeros((ROWS, RANK), tl.float32)
+    inner_1 = tl.zeros((ROWS, RANK), tl.float32)
+    inner_2 = tl.zeros((ROWS, RANK), tl.float32)
+    inner_3 = tl.zeros((ROWS, RANK), tl.float32)
+    inner_4 = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(0, C, CHANNELS):
+        channel = first + tl.arange(0, CHANNELS)
+        wide = channel < C
+        inside = here[:, None] & wide[None, :]
+        at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
+        step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+        delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
+        own = tl.zeros((ROWS, CHANNELS), tl.float32)
+        near = tl.zeros((ROWS, CHANNELS), tl.float32)
+        own, near, inner_0 = _one_mix_back(grads, inner, outer, fixed, 0, plane, at, row, channel, here, wide, delta,
+                                           own, near, inner_0, C, PRECISION)  # fmt: skip
+        own, near, inner_1 = _one_mix_back(grads, inner, outer, fixed, 1, plane, at, row, channel, here, wide, delta,
+                                           own, near, inner_1, C, PRECISION)  # fmt: skip
+        own, near, inner_2 = _one_mix_back(grads, inner, outer, fixed, 2, plane, at, row, channel, here, wide, delta,
+                                           own, near, inner_2, C, PRECISION)  # fmt: skip
+        own, near, inner_3 = _one_mix_back(grads, inner, outer, fixed, 3, plane, at, row, channel, here, wide, delta,
+                                           own, near, inner_3, C, PRECISION)  # fmt: skip
+        own, near, inner_4 = _one_mix_back(grads, inner, outer, fixed, 4, plane, at, row, channel, here, wide, delta,
+                                           own, near, inner_4, C, PRECISION)  # fmt: skip
+        put(grad_own + at, own, inside)
+        put(grad_near + at, near, inside)
+    _put_inner(inner_0, inner, grad_before, 0, row, here)
+    _put_inner(inner_1, inner, grad_before, 1, row, here)
+    _put_inner(inner_2, inner, grad_before, 2, row, here)
+    _put_inner(inner_3, inner, grad_before, 3, row, here)
+    _put_inner(inner_4, inner, grad_before, 4, row, here)
+
+
+def five_mixes_backward(
+    grads: Tensor, normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients, in the type of `normed`, from those of `five_mixes`' result (5, L, C).
+
+    Returns:
+        That of `normed` as the token itself (L, C), as the neighbour, before it is shifted back (L, C), and of what the
+        tanh behind `inner` read (L, 5 R).
+    """
+    own, near, before = torch.empty_like(normed), torch.empty_like(normed), torch.empty_like(inner)
+    _five_back_kernel[(max(1, triton.cdiv(layout.rows, BACK_ROWS)),)](
+        grads, normed, inner, outer, fixed, own, near, before, layout.rows * layout.width,
+        layout.rows, layout.tokens, layout.lines, layout.columns,
+        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        ROWS=BACK_ROWS, CHANNELS=BACK_CHANNELS, PRECISION=precision(normed.dtype), num_warps=BACK_WARPS, num_stages=2,
+    )  # fmt: skip
+    return own, near, before
+
+
+@triton.jit
+def _five_sums_kernel(
+    grads, normed, inner, sums, plane, rows, tokens, lines, columns,
+    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some rows' sums, for CHANNELS channels of one mix: RANK rows for its `outer`, then one for `fixed`."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    index = tl.program_id(2)
+    wide = channel < C
+    lane = tl.arange(0, RANK)
+    grads += index.to(tl.int64) * plane
+    inner += index * RANK
+    sum_outer = tl.zeros((RANK, CHANNELS), tl.float32)
+    sum_fixed = tl.zeros((CHANNELS,), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        here = row < rows
+        inside = here[:, None] & wide[None, :]
+        at = row.to(tl.int64)[:, None] * C + channel[None, :]
+        step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+        delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
+        grad = take(grads + at, inside) * delta
+        left = tl.load(inner + row[:, None] * (5 * RANK) + lane[None, :], mask=here[:, None], other=0.0)
+        sum_outer += dot(tl.trans(left), rounded(grad, left.dtype), PRECISION)
+        sum_fixed += tl.sum(grad, 0)
+    sums += (tl.program_id(0) * 5 + index) * (RANK + 1) * C
+    tl.store(sums + lane[:, None] * C + channel[None, :], sum_outer, mask=wide[None, :])
+    tl.store(sums + RANK * C + channel, sum_fixed, mask=wide)
+
+
+def five_mixes_sums(grads: Tensor, normed: Tensor, inner: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Gradients (5, R, C) and (5, C), float32, of `outer` and `fixed`, from those of `five_mixes`' result (5, L, C)."""
+    blocks = triton.cdiv(layout.width, SUM_CHANNELS)
+    programs = max(1, min(layout.programs // (5 * blocks) + 1, triton.cdiv(layout.rows, SUM_ROWS)))
+    shape = (programs, 5, RANK.value + 1, layout.width)
+    sums = torch.empty(shape, dtype=torch.float32, device=normed.device)
+    _five_sums_kernel[(programs, blocks, 5)](
+        grads, normed, inner, sums, layout.rows * layout.width,
+        layout.rows, layout.tokens, layout.lines, layout.columns,
+        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        ROWS=SUM_ROWS, CHANNELS=SUM_CHANNELS, PRECISION=precision(normed.dtype), num_warps=SUM_WARPS,
+    )  # fmt: skip
+    outer, fixed = sums.sum(0).split((RANK.value, 1), dim=1)
+    return outer, fixed.squeeze(1)
+
+
+def _tiles(layout: Layout, rows: int, channels: int) -> tuple[int, int]:
+    return max(1, triton.cdiv(layout.rows, rows)), triton.cdiv(layout.width, channels)
