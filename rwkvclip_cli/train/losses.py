@@ -6,6 +6,7 @@ B is the batch of one rank, W the number of ranks, C the width. Averaged over ra
 the gradients of every form here are those of one process that holds all W x B pairs.
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -193,34 +194,60 @@ def _one_direction(
 def _both_directions(
     rows: Tensor, columns: Tensor, scale: Tensor, first: int, chunk_size: int, wanted: _Wanted
 ) -> tuple[Tensor, _Gradients]:
-    """The sum of `_full_sum` both ways and its gradients; R = K and first = 0; two (chunk_size, K) buffers."""
+    """The sum of `_full_sum` both ways and its gradients; R = K, first = 0; (chunk_size, K) buffers: one, or two
+    without kernels.
+    """
     count = rows.shape[0]
-    buffers = rows.new_empty((2, chunk_size, count))
+    buffer = rows.new_empty((chunk_size, count))
     pair, row_max, row_norm = rows.new_empty((3, count))
     column_max, column_norm = rows.new_full((count,), -torch.inf), rows.new_zeros(count)
+    add_normalisers, scores_to_gradient = _passes(rows)
     parts = [slice(start, min(start + chunk_size, count)) for start in range(0, count, chunk_size)]
     for part in parts:
-        scores, work = buffers[:, : part.stop - part.start]
-        torch.mm(rows[part] * scale, columns.T, out=scores)
+        scores = torch.mm(rows[part] * scale, columns.T, out=buffer[: part.stop - part.start])
         pair[part] = scores[:, part].diagonal()
-        row_max[part] = scores.amax(dim=1)
-        row_norm[part] = torch.sub(scores, row_max[part, None], out=work).exp_().sum(dim=1)
-        larger = torch.maximum(column_max, scores.amax(dim=0))
-        column_norm.mul_((column_max - larger).exp_()).add_(scores.sub_(larger).exp_().sum(dim=0))
-        column_max = larger
+        add_normalisers(scores, row_max[part], row_norm[part], column_max, column_norm)
     # Maximum and norm stay apart: added up as a log-sum-exp near 100, they would round to 4e-6 of every softmax.
     total = ((row_max - pair) + row_norm.log() + (column_max - pair) + column_norm.log()).sum()
     gradients = _Accumulators(rows, columns, scale, wanted)
     for part in parts if any(wanted) else ():
-        scores, work = buffers[:, : part.stop - part.start]
         scaled = rows[part] * scale
-        torch.mm(scaled, columns.T, out=scores)
-        torch.sub(scores, column_max, out=work).exp_().div_(column_norm)
-        work[:, part].diagonal().sub_(1)
-        scores.sub_(row_max[part, None]).exp_()
-        scores[:, part].diagonal().sub_(row_norm[part])
-        gradients.add(part, work.addcdiv_(scores, row_norm[part, None]), scaled, None)
+        scores = torch.mm(scaled, columns.T, out=buffer[: part.stop - part.start])
+        scores = scores_to_gradient(scores, row_max[part], row_norm[part], column_max, column_norm, part.start)
+        gradients.add(part, scores, scaled, None)
     return total, gradients.finish()
+
+
+def _passes(rows: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
+    """What to do to a chunk of scores in the two passes: in kernels where they run, else in plain operations."""
+    if rows.is_cuda and rows.dtype == torch.float32 and importlib.util.find_spec("triton"):
+        from rwkvclip_cli.train import losses_triton
+
+        return losses_triton.add_normalisers, losses_triton.scores_to_gradient
+    return _plain_normalisers, _plain_gradient
+
+
+def _plain_normalisers(
+    scores: Tensor, row_max: Tensor, row_norm: Tensor, column_max: Tensor, column_norm: Tensor
+) -> None:
+    """`losses_triton.add_normalisers` in plain operations, with a second (r, K) buffer."""
+    row_max.copy_(scores.amax(dim=1))
+    row_norm.copy_((scores - row_max[:, None]).exp_().sum(dim=1))
+    larger = torch.maximum(column_max, scores.amax(dim=0))
+    column_norm.mul_((column_max - larger).exp_()).add_(scores.sub_(larger).exp_().sum(dim=0))
+    column_max.copy_(larger)
+
+
+def _plain_gradient(
+    scores: Tensor, row_max: Tensor, row_norm: Tensor, column_max: Tensor, column_norm: Tensor, first: int
+) -> Tensor:
+    """`losses_triton.scores_to_gradient` in plain operations, with a second (r, K) buffer."""
+    pairs = slice(first, first + scores.shape[0])
+    of_column = (scores - column_max).exp_().div_(column_norm)
+    of_column[:, pairs].diagonal().sub_(1)
+    scores.sub_(row_max[:, None]).exp_()
+    scores[:, pairs].diagonal().sub_(row_norm)
+    return of_column.addcdiv_(scores, row_norm[:, None])
 
 
 class _Accumulators:

@@ -65,8 +65,8 @@ def compare(pairs: int, arguments: argparse.Namespace) -> None:
     """Measure every form by turns and print a row for each."""
     draw = torch.Generator(arguments.device).manual_seed(0)
     image = torch.randn(pairs, arguments.width, device=arguments.device, generator=draw)
-    # Half learnt: a pair's similarity is about 0.3, as in the middle of a training.
-    text = image / 3 + torch.randn(pairs, arguments.width, device=arguments.device, generator=draw)
+    # A pair is about 0.16 alike, as early in a training: once all is learnt, no form has digits left to compare.
+    text = image / 6 + torch.randn(pairs, arguments.width, device=arguments.device, generator=draw)
     leaves = [x.requires_grad_() for x in (image, text, torch.tensor(arguments.scale, device=arguments.device))]
     times: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
