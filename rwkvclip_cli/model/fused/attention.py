@@ -85,8 +85,9 @@ def forward(x: Tensor, parameters: Parameters, eps: Eps, layout: Layout, dtype: 
     del mixed
     w = torch.mm(decay_inner, weights.decay_out)
     k, v, r, g = kvrg
-    y = wkv6_triton.forward(*_heads((_wide(r), k, v, w), layout), *_decay_and_bonus(parameters, layout))
-    y = y.view(x.shape)
+    u, base = _bonus_and_decay(parameters, layout)
+    r, k, v, w = _by_head(layout, _wide(r), k, v, w)
+    y = wkv6_triton.forward(r, k, v, w, u, base).view(x.shape)
     z = head_gate(y, g, parameters["att.ln_x.weight"], parameters["att.ln_x.bias"], eps.heads, layout)
     return torch.mm(z, weights.output.t()), Kept(inner, decay_inner, kvrg, y)
 
@@ -124,13 +125,15 @@ def backward(
 
     w = torch.mm(kept.decay_inner, weights.decay_out)
     grad_w = torch.empty_like(w)
-    targets = _heads((grad_kvrg[2], grad_kvrg[0], grad_kvrg[1], grad_w), layout)
+    u, base = _bonus_and_decay(parameters, layout)
+    r, k, v, w, grad_y = _by_head(layout, _wide(r), k, v, w, grad_y)
+    out_r, out_k, out_v, out_w = _by_head(layout, grad_kvrg[2], grad_kvrg[0], grad_kvrg[1], grad_w)
     *_, grads["att.time_faaaa"], grad_base = wkv6_triton.backward(
-        *_heads((_wide(r), k, v, w), layout), *_decay_and_bonus(parameters, layout), *_heads((grad_y,), layout), targets
+        r, k, v, w, u, base, grad_y, (out_r, out_k, out_v, out_w)
     )
     assert grad_base is not None
     grads["att.time_decay"] = grad_base
-    del w, grad_y, targets
+    del r, k, v, w, grad_y
 
     grad_decay_inner = tanh_backward_(torch.mm(grad_w, weights.decay_out.t()), kept.decay_inner)
     if "att.time_decay_w2" in needed:
@@ -177,11 +180,11 @@ def _wide(r: Tensor) -> Tensor:
     return r.float() if r.dtype == torch.float16 else r
 
 
-def _heads(tensors: tuple[Tensor, ...], layout: Layout) -> tuple[Tensor, ...]:
+def _by_head(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
     shape = (layout.batch, layout.tokens, layout.heads, layout.head)
     return tuple(tensor.view(shape) for tensor in tensors)
 
 
-def _decay_and_bonus(parameters: Parameters, layout: Layout) -> tuple[Tensor, Tensor]:
+def _bonus_and_decay(parameters: Parameters, layout: Layout) -> tuple[Tensor, Tensor]:
     """u and base of WKV6: the decay's own part stays float32, as it is an exponent of an exponent."""
     return parameters["att.time_faaaa"], parameters["att.time_decay"].view(layout.heads, layout.head)

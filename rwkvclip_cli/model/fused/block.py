@@ -80,7 +80,7 @@ def fused_block(
         keep = first, second
     eps = Eps(block.ln1.eps, block.att.ln_x.eps, block.ln2.eps)
     call = _Call(block.ffn.kind, eps, Layout.of(x, shift.heads, shift.grid), dtype)
-    result: Tensor = _FusedBlock.apply(call, x, *keep, *(block.get_parameter(name) for name in call.names))  # type: ignore[no-untyped-call]
+    result: Tensor = _FusedBlock.apply(call, x, *keep, *(block.get_parameter(name) for name in call.names))
     return result
 
 

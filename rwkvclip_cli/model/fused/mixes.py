@@ -5,6 +5,8 @@
 Legend: L tokens of a batch, C channels, R = 32 inner channels of a share.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,21 @@ from rwkvclip_cli.model.fused.layout import Layout, dot, neighbour, precision, p
 
 RANK = tl.constexpr(MIX_RANK)
 MIX_ROWS, MIX_CHANNELS = 16, 128
-FIVE_ROWS, FIVE_CHANNELS, FIVE_WARPS = 64, 64, 4
-BACK_ROWS, BACK_CHANNELS, BACK_WARPS = 64, 32, 8
-SUM_ROWS, SUM_CHANNELS, SUM_WARPS = 64, 64, 8
+
+
+class Tile(NamedTuple):
+    """What one program works on at a time, and how it is compiled."""
+
+    rows: int
+    channels: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of an element. What fits registers and shared memory; `BACK` needs most, for five sums at a time.
+FIVE = {2: Tile(64, 64, 4, 3), 4: Tile(32, 64, 8, 1)}
+BACK = {2: Tile(64, 32, 8, 2), 4: Tile(16, 32, 4, 1)}
+SUMS = {2: Tile(64, 64, 8, 3), 4: Tile(32, 64, 8, 1)}
 
 
 @triton.jit
@@ -103,11 +117,13 @@ def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layo
         fixed: (5, C) float32.
     """
     mixed = torch.empty((5, *normed.shape), dtype=normed.dtype, device=normed.device)
-    _five_mixes_kernel[_tiles(layout, FIVE_ROWS, FIVE_CHANNELS)](
+    tile = FIVE[normed.itemsize]
+    _five_mixes_kernel[_tiles(layout, tile.rows, tile.channels)](
         normed, inner, outer, fixed, mixed, layout.rows * layout.width,
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
-        ROWS=FIVE_ROWS, CHANNELS=FIVE_CHANNELS, PRECISION=precision(normed.dtype), num_warps=FIVE_WARPS,
+        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return mixed
 
@@ -190,11 +206,13 @@ def five_mixes_backward(
         tanh behind `inner` read (L, 5 R).
     """
     own, near, before = torch.empty_like(normed), torch.empty_like(normed), torch.empty_like(inner)
-    _five_back_kernel[(max(1, triton.cdiv(layout.rows, BACK_ROWS)),)](
+    tile = BACK[normed.itemsize]
+    _five_back_kernel[(max(1, triton.cdiv(layout.rows, tile.rows)),)](
         grads, normed, inner, outer, fixed, own, near, before, layout.rows * layout.width,
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
-        ROWS=BACK_ROWS, CHANNELS=BACK_CHANNELS, PRECISION=precision(normed.dtype), num_warps=BACK_WARPS, num_stages=2,
+        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return own, near, before
 
@@ -232,15 +250,17 @@ def _five_sums_kernel(
 
 def five_mixes_sums(grads: Tensor, normed: Tensor, inner: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Gradients (5, R, C) and (5, C), float32, of `outer` and `fixed`, from those of `five_mixes`' result (5, L, C)."""
-    blocks = triton.cdiv(layout.width, SUM_CHANNELS)
-    programs = max(1, min(layout.programs // (5 * blocks) + 1, triton.cdiv(layout.rows, SUM_ROWS)))
+    tile = SUMS[normed.itemsize]
+    blocks = triton.cdiv(layout.width, tile.channels)
+    programs = max(1, min(layout.programs // (5 * blocks) + 1, triton.cdiv(layout.rows, tile.rows)))
     shape = (programs, 5, RANK.value + 1, layout.width)
     sums = torch.empty(shape, dtype=torch.float32, device=normed.device)
     _five_sums_kernel[(programs, blocks, 5)](
         grads, normed, inner, sums, layout.rows * layout.width,
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
-        ROWS=SUM_ROWS, CHANNELS=SUM_CHANNELS, PRECISION=precision(normed.dtype), num_warps=SUM_WARPS,
+        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     outer, fixed = sums.sum(0).split((RANK.value, 1), dim=1)
     return outer, fixed.squeeze(1)
