@@ -2,10 +2,17 @@
 
 import os
 import shutil
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.path.exists("/dev/nvidiactl"):
+    # Triton kernels run on CPU tensors then. It is read when a kernel is defined, so before any import of one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell's background job ignores these, and so would the processes whose handling of them is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 CLUSTER_TOOLS = ("ip", "unshare", "nsenter")
 

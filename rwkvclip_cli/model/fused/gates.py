@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
 
-HEAD_ROWS, HEAD_WARPS = 16, 4
+HEAD_ROWS, HEAD_WARPS, HEAD_STAGES = 16, 4, 1
 FLAT = 2048
 OUTPUT_ROWS, OUTPUT_CHANNELS = 16, 128
 
@@ -56,7 +56,7 @@ def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, la
 @triton.jit
 def _head_gate_back_kernel(
     grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, rows, eps,
-    C: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    C: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of one head's rows, and their sums for the norm's weight and bias."""
     lane = tl.arange(0, BLOCK)
@@ -64,7 +64,7 @@ def _head_gate_back_kernel(
     factor, shift = take(weight + channel, wide)[None, :], take(bias + channel, wide)[None, :]
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & wide[None, :]
         at = row.to(tl.int64)[:, None] * C + channel[None, :]
@@ -94,12 +94,12 @@ def head_gate_backward(
     The gradient of g goes to `grad_g`.
     """
     z, grad_y = torch.empty_like(g), torch.empty_like(y)
-    programs = max(1, min(2 * layout.programs // layout.heads, triton.cdiv(layout.rows, HEAD_ROWS)))
+    programs = max(1, min(layout.programs // layout.heads, triton.cdiv(layout.rows, HEAD_ROWS)))
     sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
     _head_gate_back_kernel[(programs, layout.heads)](
         grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, layout.rows, eps,
         C=layout.width, HEAD=layout.head, BLOCK=triton.next_power_of_2(layout.head), ROWS=HEAD_ROWS,
-        num_warps=HEAD_WARPS,
+        STAGES=HEAD_STAGES, num_warps=HEAD_WARPS,
     )  # fmt: skip
     return grad_y, z, sums.sum(0)
 

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 # By bytes of an element. What fits registers and shared memory; `BACK` needs most, for five sums at a time.
 FIVE = {2: Tile(64, 64, 4, 3), 4: Tile(32, 64, 8, 1)}
 BACK = {2: Tile(64, 32, 8, 2), 4: Tile(16, 32, 4, 1)}
-SUMS = {2: Tile(64, 64, 8, 3), 4: Tile(32, 64, 8, 1)}
+SUMS = {2: Tile(64, 64, 4, 2), 4: Tile(32, 64, 8, 1)}
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def five_mixes_sums(grads: Tensor, normed: Tensor, inner: Tensor, layout: Layout
     """Gradients (5, R, C) and (5, C), float32, of `outer` and `fixed`, from those of `five_mixes`' result (5, L, C)."""
     tile = SUMS[normed.itemsize]
     blocks = triton.cdiv(layout.width, tile.channels)
-    programs = max(1, min(layout.programs // (5 * blocks) + 1, triton.cdiv(layout.rows, tile.rows)))
+    programs = max(1, min(layout.programs // (5 * blocks), triton.cdiv(layout.rows, tile.rows)))
     shape = (programs, 5, RANK.value + 1, layout.width)
     sums = torch.empty(shape, dtype=torch.float32, device=normed.device)
     _five_sums_kernel[(programs, blocks, 5)](

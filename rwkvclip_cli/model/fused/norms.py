@@ -16,6 +16,7 @@ from rwkvclip_cli.model.fused.layout import Layout, neighbour, put, take, take_n
 
 NORM_ROWS = 4
 NORM_WARPS = 4
+NORM_STAGES = 1
 
 
 @triton.jit
@@ -82,6 +83,7 @@ def _norm_backward_kernel(
     grad_x, grad_change, sums, rows, tokens, lines, columns,
     C: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
     TWO: tl.constexpr, INVERSE: tl.constexpr, PARTS: tl.constexpr, CHANGE: tl.constexpr, KEEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of one or two mixes of a norm's result and its neighbours to that of the norm's input.
 
@@ -101,7 +103,7 @@ def _norm_backward_kernel(
     sum_b = tl.zeros((1, BLOCK), tl.float32)
     sum_weight = tl.zeros((1, BLOCK), tl.float32)
     sum_bias = tl.zeros((1, BLOCK), tl.float32)
-    for first in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for first in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         row = first + tl.arange(0, 1)
         inside = wide[None, :]
         at = row.to(tl.int64)[:, None] * C + channel[None, :]
@@ -179,6 +181,6 @@ def norm_backward(
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, BLOCK=triton.next_power_of_2(layout.width), HEAD=layout.head, PART=layout.part,
         VECTOR=layout.vector, TWO=two, INVERSE=inverse, PARTS=parts is not None,
-        CHANGE=grad_change is not None, KEEP=keep is not None, num_warps=NORM_WARPS,
+        CHANGE=grad_change is not None, KEEP=keep is not None, STAGES=NORM_STAGES, num_warps=NORM_WARPS,
     )  # fmt: skip
     return grad_x, grad_change, sums.sum(0)
