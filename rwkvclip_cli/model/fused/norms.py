@@ -16,7 +16,8 @@ from rwkvclip_cli.model.fused.layout import Layout, neighbour, put, take, take_n
 
 NORM_ROWS = 4
 NORM_WARPS = 4
-NORM_STAGES = 1
+# One row at a time: while it is worked on, the next one is already on its way.
+BACK_WARPS, BACK_STAGES = 8, 2
 
 
 @triton.jit
@@ -181,6 +182,6 @@ def norm_backward(
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, BLOCK=triton.next_power_of_2(layout.width), HEAD=layout.head, PART=layout.part,
         VECTOR=layout.vector, TWO=two, INVERSE=inverse, PARTS=parts is not None,
-        CHANGE=grad_change is not None, KEEP=keep is not None, STAGES=NORM_STAGES, num_warps=NORM_WARPS,
+        CHANGE=grad_change is not None, KEEP=keep is not None, STAGES=BACK_STAGES, num_warps=BACK_WARPS,
     )  # fmt: skip
     return grad_x, grad_change, sums.sum(0)
