@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="the fused block is made of Triton kernels")
 
 from rwkvclip_cli.model.blocks import Block, Geometry, Kind
-from rwkvclip_cli.model.fused import ShiftSpec, attention, fused_block, supported
+from rwkvclip_cli.model.fused import ShiftSpec, attention, channels, fused_block, hidden, supported
 from rwkvclip_cli.model.shift import shift_image, shift_text
 from rwkvclip_cli.model.wkv6 import wkv6_loop
 
@@ -136,6 +136,30 @@ def test_in_16_bits_no_error_is_larger_than_the_plain_blocks(place: str, dtype: 
     assert sum(errors[name][0] for name in vectors) < 1.1 * sum(errors[name][1] for name in vectors)
     for name in errors.keys() - vectors:
         assert errors[name][0] < 1.1 * errors[name][1] + 1e-4, name
+
+
+@pytest.mark.parametrize(("rows", "channels", "columns"), [(3, 64, 48), (130, 80, 272), (0, 32, 32)])
+def test_the_squared_relu_as_part_of_the_product(rows: int, channels: int, columns: int) -> None:
+    draw = torch.Generator().manual_seed(5)
+    shapes = (rows, channels), (columns, channels)
+    x, key = (torch.randn(shape, generator=draw).to(DEVICE, torch.bfloat16) for shape in shapes)
+    relu = (x.double() @ key.double().t()).relu()
+    squared = hidden.squared_relu_product(x, key)
+    assert relative_l2(squared, relu.square()) < 2**-8
+    value = key.t().contiguous()
+    grad = hidden.squared_relu_product_backward(x, value, squared)
+    assert relative_l2(grad, (x.double() @ value.double()) * 2 * relu) < 2**-8
+
+
+@pytest.mark.usefixtures("plain_wkv")
+def test_the_block_with_that_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x, grad = make("text", 5, width=32)
+    expected = results(fused(block, None, torch.bfloat16), block, x, grad)
+    monkeypatch.setattr(channels, "SQUARED_IN_PRODUCT", True)
+    got = results(fused(block, None, torch.bfloat16), block, x, grad)
+    assert all(relative_l2(got[name], value.double()) < 0.02 for name, value in expected.items())
+    # One rounding fewer shows where nothing else happens in between.
+    assert 0 < relative_l2(got["ffn.value.weight"], expected["ffn.value.weight"].double())
 
 
 @pytest.mark.usefixtures("plain_wkv")

@@ -142,7 +142,9 @@ def backward(
 
     fixed = _fixed(parameters)
     normed = add_norm(x, parameters["ln1.weight"], parameters["ln1.bias"], eps.ln1, dtype, layout)
-    mixed = five_mixes(normed.normed, kept.inner, weights.mix_out, fixed, layout)
+    share = parameters["att.time_maa_x"]
+    x_x = torch.empty_like(normed.normed) if "att.time_maa_w1" in needed else None
+    mixed = five_mixes(normed.normed, kept.inner, weights.mix_out, fixed, layout, share, x_x)
     if needed & set(SQUARE):
         grads.update(zip(SQUARE, full_product(grad_kvrg.transpose(1, 2), mixed[1:]), strict=True))
     if "att.time_decay_w1" in needed:
@@ -158,11 +160,8 @@ def backward(
         grads.update(zip(FIXED, grad_fixed, strict=True))
     del mixed
 
-    share = parameters["att.time_maa_x"]
-    if "att.time_maa_w1" in needed:
-        (x_x,) = mix((share,), normed.normed, layout)
+    if x_x is not None:
         grads["att.time_maa_w1"] = full_product(x_x.t(), grad_before)
-        del x_x
     grad_x, _, sums = norm_backward(
         (torch.mm(grad_before, weights.mix_in.t()),), (share,), normed, parameters["ln1.weight"], grad_total, layout,
         parts=(own, near),

@@ -87,11 +87,11 @@ def _share(inner, outer, fixed, index: tl.constexpr, row, channel, here, wide, C
 
 @triton.jit
 def _five_mixes_kernel(
-    normed, inner, outer, fixed, mixed, plane, rows, tokens, lines, columns,
+    normed, inner, outer, fixed, share_x, mixed, mixed_x, plane, rows, tokens, lines, columns,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr, SIX: tl.constexpr,
 ):  # fmt: skip
-    """A tile of all five mixes."""
+    """A tile of all five mixes, and of that of a fixed share."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     here, wide = row < rows, channel < C
@@ -105,9 +105,19 @@ def _five_mixes_kernel(
     for index in tl.static_range(5):
         share, _, _ = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
         put(mixed + start + index * plane + at, own + delta * share, inside)
+    if SIX:
+        put(mixed_x + start + at, own + delta * take(share_x + channel, wide)[None, :], inside)
 
 
-def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout) -> Tensor:
+def five_mixes(
+    normed: Tensor,
+    inner: Tensor,
+    outer: Tensor,
+    fixed: Tensor,
+    layout: Layout,
+    share_x: Tensor | None = None,
+    mixed_x: Tensor | None = None,
+) -> Tensor:
     """(5, L, C): normed + (shifted - normed) * (fixed + inner @ outer), five ways.
 
     Args:
@@ -115,14 +125,15 @@ def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layo
         inner: (L, 5 R) in the type of `normed`.
         outer: (5, R, C) in the type of `normed`.
         fixed: (5, C) float32.
+        share_x, mixed_x: in the same pass, write the mix of the fixed share (C) to `mixed_x` (L, C).
     """
     mixed = torch.empty((5, *normed.shape), dtype=normed.dtype, device=normed.device)
     tile = FIVE[normed.itemsize]
     _five_mixes_kernel[_tiles(layout, tile.rows, tile.channels)](
-        normed, inner, outer, fixed, mixed, layout.rows * layout.width,
+        normed, inner, outer, fixed, share_x, mixed, mixed_x, layout.rows * layout.width,
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
-        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
+        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype), SIX=mixed_x is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return mixed
