@@ -139,6 +139,10 @@ def _parts(x, MODE: tl.constexpr):
         return high, high
     elif MODE == 1:
         return _split(x)
+    elif MODE == 3:
+        # Rounded here to what the matrix unit keeps of it: the unit itself would cut the rest off.
+        rounded = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        return rounded, rounded
     else:
         return x, x
 
@@ -148,6 +152,8 @@ def _dot_parts(a_high, a_low, b_high, b_low, total, MODE: tl.constexpr):
     """a @ b + total of two tensors' parts."""
     if MODE == 2:
         return tl.dot(a_high, b_high, total, input_precision="ieee")
+    elif MODE == 3:
+        return tl.dot(a_high, b_high, total, input_precision="tf32")
     else:
         total = _dot_16(a_high, b_high, total)
         if MODE == 1:
@@ -159,6 +165,12 @@ def _dot_parts(a_high, a_low, b_high, b_low, total, MODE: tl.constexpr):
 def _dot_back(a_high, a_low, b_high, b_low, total, MODE: tl.constexpr):
     """a^T @ b + total of two tensors' parts."""
     return _dot_parts(tl.trans(a_high), tl.trans(a_low), b_high, b_low, total, MODE)
+
+
+@triton.jit
+def _dot_across(a_high, a_low, b_high, b_low, total, MODE: tl.constexpr):
+    """a @ b^T + total of two tensors' parts."""
+    return _dot_parts(a_high, a_low, tl.trans(b_high), tl.trans(b_low), total, MODE)
 
 
 @triton.jit
@@ -231,10 +243,10 @@ def _forward_kernel(
             bonus += r_tile * tl.load(u + at + lane)[None, :].to(tl.float32) * k_tile
             r_down, r_down_low = _parts(r_tile * down, MODE)
             k_up, k_up_low = _parts(k_tile * up, MODE)
-            below = _dot_parts(r_down, r_down_low, tl.trans(k_up), tl.trans(k_up_low), below, MODE)
+            below = _dot_across(r_down, r_down_low, k_up, k_up_low, below, MODE)
             r_up, r_up_low = _parts(r_tile * up, MODE)
             k_down, k_down_low = _parts(k_tile * down, MODE)
-            above = _dot_parts(r_up, r_up_low, tl.trans(k_down), tl.trans(k_down_low), above, MODE)
+            above = _dot_across(r_up, r_up_low, k_down, k_down_low, above, MODE)
         tl.store(strong + head * tiles + tile, tl.max(largest) > (LARGEST_HALF_FULL if MODE == 2 else LARGEST_HALF))
     else:
         for block in range(BLOCKS):
@@ -247,7 +259,7 @@ def _forward_kernel(
                 factor = tl.exp2(-_counted(_to_border(2**level, row[:, None], row[None, :]), size, None, MODE))
                 r_part, r_low = _parts(r_tile * factor, MODE)
                 k_part, k_low = _parts(k_tile * factor, MODE)
-                scores = _dot_parts(r_part, r_low, tl.trans(k_part), tl.trans(k_low), None, MODE)
+                scores = _dot_across(r_part, r_low, k_part, k_low, None, MODE)
                 below += tl.where(_parted(2**level, row[:, None], row[None, :]), scores, 0.0)
         above = below
     scores = tl.where(earlier, below, tl.where(diagonal, tl.sum(bonus, axis=1)[:, None], above))
@@ -291,9 +303,7 @@ def _forward_kernel(
                 factor = tl.exp2(-_counted(away, size, between[block], MODE))
                 k_tile = tl.load(k + there_place + block * CHUNK, mask=there_inside, other=0.0).to(tl.float32)
                 part, rest = _parts(k_tile * factor, MODE)
-                part = tl.trans(part)
-                rest = tl.trans(rest)
-                scores = _dot_parts(received[block], received_low[block], part, rest, scores, MODE)
+                scores = _dot_across(received[block], received_low[block], part, rest, scores, MODE)
                 passed = passed + (_counted(row[:, None] >= 0 * row[None, :], size, between[block], MODE),)
             between = passed
             high, low = _parts(scores, MODE)

@@ -17,6 +17,7 @@ from rwkvclip_cli.model.wkv6 import wkv6_loop
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 2
+SEED = 7
 # kind, grid, tokens
 PLACES: dict[str, tuple[Kind, tuple[int, int] | None, int]] = {
     "image": ("image", (2, 3), 6),
@@ -54,11 +55,13 @@ def make(
     kind: Kind, tokens: int, *, width: int = 64, batch: int = 2, layer: int = 1, drop_path: float = 0.0
 ) -> tuple[Block, Tensor, Tensor]:
     """A block with no parameter at a special value, a stream, and a gradient, in float32."""
-    draw = torch.Generator().manual_seed(7)
+    draw = torch.Generator().manual_seed(SEED)
     hidden = 5 * width if kind == "image" else 7 * width // 2
     # Of a single token the norm takes the size of keys and receptances away, unless epsilon is large.
     eps = 64e-5 if tokens > 1 else 1.0
-    block = Block(Geometry(width, HEADS, hidden, layers=3, norm_eps=eps), layer, kind, drop_path=drop_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        block = Block(Geometry(width, HEADS, hidden, layers=3, norm_eps=eps), layer, kind, drop_path=drop_path)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 and "faaaa" not in name else 0.2
@@ -131,11 +134,10 @@ def test_in_16_bits_no_error_is_larger_than_the_plain_blocks(place: str, dtype: 
         for name, value in exact(block, grid, x, grad).items()
     }
     assert all(value.dtype == torch.float32 for value in got.values())
-    # One vector's few numbers are as good or bad as chance has it, so vectors count together.
-    vectors = {name for name, value in got.items() if name != "x" and max(value.shape) == value.numel()}
-    assert sum(errors[name][0] for name in vectors) < 1.1 * sum(errors[name][1] for name in vectors)
-    for name in errors.keys() - vectors:
-        assert errors[name][0] < 1.1 * errors[name][1] + 1e-4, name
+    # The errors of one gradient are as large or small as chance has it, and so alike for all of its numbers.
+    assert sum(error for error, _ in errors.values()) < 1.05 * sum(usual for _, usual in errors.values())
+    for name, (error, usual_error) in errors.items():
+        assert error < (1.1 if name == "y" else 2) * usual_error + 1e-4, name
 
 
 @pytest.mark.parametrize(("rows", "channels", "columns"), [(3, 64, 48), (130, 80, 272), (0, 32, 32)])
@@ -159,7 +161,7 @@ def test_the_block_with_that_product(monkeypatch: pytest.MonkeyPatch) -> None:
     got = results(fused(block, None, torch.bfloat16), block, x, grad)
     assert all(relative_l2(got[name], value.double()) < 0.02 for name, value in expected.items())
     # One rounding fewer shows where nothing else happens in between.
-    assert 0 < relative_l2(got["ffn.value.weight"], expected["ffn.value.weight"].double())
+    assert relative_l2(got["ffn.value.weight"], expected["ffn.value.weight"].double()) > 0
 
 
 @pytest.mark.usefixtures("plain_wkv")
