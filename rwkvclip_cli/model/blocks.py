@@ -6,7 +6,6 @@ Legend: B batch, T tokens, C channels of the stream, H heads, N = C / H channels
 Source: Gu et al., "RWKV-CLIP" (arXiv 2406.06973); WKV6 attention is Peng et al., "Eagle and Finch" (arXiv 2404.05892).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rwkvclip_cli.model.shift import Shift
 from rwkvclip_cli.model.wkv6 import wkv6
 
-Shift = Callable[[Tensor], Tensor]
 Kind = Literal["image", "text"]
 
 MIX_RANK = 32

@@ -1,14 +1,25 @@
 """The token shifts: which neighbour each channel looks at beside its own token.
 
-    >>> neighbours = shift_text(x_btc, heads=10)
+    >>> neighbours = Shift(heads=10)(x_btc)
 
 Legend: B batch, T tokens, C channels. Source: the shift of Duan et al., "Vision-RWKV" (arXiv 2403.02308), head by head.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Shift(NamedTuple):
+    """A tower's token shift: `shift_image` on a grid of patches, `shift_text` without one."""
+
+    heads: int
+    grid: tuple[int, int] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Each channel of x (B, T, C) from the neighbour that it looks at."""
+        return shift_text(x, self.heads) if self.grid is None else shift_image(x, self.heads, self.grid)
 
 
 def shift_text(x: Tensor, heads: int) -> Tensor:

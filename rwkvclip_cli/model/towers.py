@@ -6,6 +6,7 @@ Legend: B batch, S image side, T tokens, C channels; module and parameter names 
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,10 +15,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.model.blocks import Block, Geometry, layer_norm
+from rwkvclip_cli.model.blocks import Block, Geometry, compute_dtype, layer_norm
 from rwkvclip_cli.model.init import init_image_tower, init_text_tower
 from rwkvclip_cli.model.presets import ModelArguments
-from rwkvclip_cli.model.shift import shift_image, shift_text
+from rwkvclip_cli.model.shift import Shift
+from rwkvclip_cli.model.wkv6 import triton_is_there
 
 NORM_EPS = 1e-5
 FIRST_TEMPERATURE = 0.07
@@ -38,8 +40,19 @@ class PatchEmbed(nn.Module):
         below, right = -height % self.patch_size, -width % self.patch_size
         if below or right:
             images = functional.pad(images, (0, right, 0, below))
+        if images.is_cuda:
+            return self._as_product(images), (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         tokens = self.projection(images)
         return tokens.flatten(2).transpose(1, 2), (tokens.shape[2], tokens.shape[3])
+
+
+    def _as_product(self, images: Tensor) -> Tensor:
+        """The convolution as what it is where patches do not overlap: one matrix product."""
+        batch, colours, height, width = images.shape
+        size, weight = self.patch_size, self.projection.weight
+        patches = images.to(compute_dtype(images)).view(batch, colours, height // size, size, width // size, size)
+        rows = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, weight[0].numel())
+        return functional.linear(rows, weight.flatten(1), self.projection.bias)
 
 
 class ImageTower(nn.Module):
@@ -53,6 +66,7 @@ class ImageTower(nn.Module):
         self.grid = (side, side)
         self.output_cls_token = arguments.image_output_cls_token
         self.checkpoint_blocks = arguments.with_cp
+        self.kernels = True
         self.drop_path_rates = [arguments.drop_path_rate * layer / (depth - 1) for layer in range(depth)]
         geometry = Geometry(width, self.heads, arguments.image_hidden_rate * width, depth, NORM_EPS)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if arguments.image_with_cls_token else None
@@ -71,10 +85,10 @@ class ImageTower(nn.Module):
         if self.cls_token is not None:
             x = torch.cat((x, self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype)), dim=1)
         uniform = self._uniform(x, drop_path_uniform)
-        shift = partial(shift_image, heads=self.heads, grid=grid)
+        shift = Shift(self.heads, grid)
         for index, layer in enumerate(self.layers):
             draws = None if uniform is None else uniform[index]
-            x = _run(layer, self.checkpoint_blocks and self.training, x, shift, draws)
+            x = _run(self, layer, x, shift, draws)
         x = layer_norm(x, self.ln1)
         return x[:, -1] if self.output_cls_token else x[:, : grid[0] * grid[1]].mean(dim=1)
 
@@ -108,6 +122,7 @@ class TextTower(nn.Module):
         self.context_length = arguments.ctx_len
         self.dropout = arguments.dropout
         self.checkpoint_blocks = arguments.with_cp
+        self.kernels = True
         eps = NORM_EPS * arguments.head_size_divisor**2
         geometry = Geometry(width, self.heads, arguments.dim_ffn, depth, eps)
         # A table handed over saves the 31 million normal draws that nn.Embedding would make first.
@@ -126,9 +141,9 @@ class TextTower(nn.Module):
         x = self.emb(tokens)
         if self.dropout:
             x = functional.dropout(x, self.dropout, self.training)
-        shift = partial(shift_text, heads=self.heads)
+        shift = Shift(self.heads)
         for block in self.blocks:
-            x = _run(block, self.checkpoint_blocks and self.training, x, shift)
+            x = _run(self, block, x, shift, None)
         return functional.normalize(layer_norm(x, self.ln_out), dim=-1).mean(dim=1)
 
 
@@ -164,6 +179,15 @@ class RwkvClip(nn.Module):
         return embedding
 
 
-def _run(block: nn.Module, recompute: bool, *inputs: object) -> Tensor:
-    x: Tensor = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
-    return x
+def _run(tower: ImageTower | TextTower, block: nn.Module, x: Tensor, shift: Shift, draws: Tensor | None) -> Tensor:
+    """One block of the tower, with kernels where they take it, and recomputed in the backward pass where asked."""
+    run: Callable[[Tensor, Shift, Tensor | None], Tensor] = block
+    if tower.kernels and x.is_cuda and triton_is_there() and not torch.compiler.is_compiling():
+        from rwkvclip_cli.model.fused import fused_block, supported
+
+        if isinstance(block, Block) and supported(block, x):
+            run = partial(fused_block, block, dtype=compute_dtype(x))
+    if tower.checkpoint_blocks and tower.training:
+        result: Tensor = checkpoint(run, x, shift, draws, use_reentrant=False)
+        return result
+    return run(x, shift, drop_path_uniform=draws)  # type: ignore[call-arg]

@@ -6,6 +6,8 @@ Legend: B batch, T tokens, H heads, N channels of a head.
 Source: Peng et al., "Eagle and Finch" (arXiv 2404.05892), run from both ends of the sequence.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,7 +73,26 @@ class Implementation(NamedTuple):
     """Whether it runs on such an r: its device, type and sizes."""
 
 
+@functools.cache
+def triton_is_there() -> bool:
+    """Whether Triton, which compiles the GPU kernels and comes with CUDA builds of torch, is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    from rwkvclip_cli.model.wkv6_triton import wkv6_triton
+
+    return wkv6_triton(r, k, v, w, u)
+
+
+def _kernels_take(r: Tensor) -> bool:
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    on_gpu = r.is_cuda and r.dtype in types and triton_is_there() and not torch.compiler.is_compiling()
+    return on_gpu and r.shape[-1] % 16 == 0
+
+
 IMPLEMENTATIONS = (
+    Implementation("triton", _kernels, takes=_kernels_take),
     Implementation("matrix", wkv6_matrix, takes=lambda r: True),
     Implementation("loop", wkv6_loop, takes=lambda r: True),
 )

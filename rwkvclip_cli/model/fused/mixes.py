@@ -28,8 +28,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By bytes of an element. What fits registers and shared memory; `BACK` needs most, for five sums at a time.
-FIVE = {2: Tile(64, 64, 4, 3), 4: Tile(32, 64, 8, 1)}
+# By bytes of an element: what fits registers and shared memory. `BACK` needs most, for five sums at a time.
+FIVE = {2: Tile(64, 64, 8, 1), 4: Tile(32, 64, 8, 1)}
 BACK = {2: Tile(64, 32, 8, 2), 4: Tile(16, 32, 4, 1)}
 SUMS = {2: Tile(64, 64, 4, 2), 4: Tile(32, 64, 8, 1)}
 

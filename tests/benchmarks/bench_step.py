@@ -1,0 +1,131 @@
+"""Whole training steps (forward, loss, backward, clip, optimizer) on one GPU, beside a compiled open_clip ViT.
+
+    python tests/benchmarks/bench_step.py [b32] [b16] [--peer] [--plain] [--profile]
+
+Inputs lie on the GPU, bf16, medians of 20 steps. `--peer` adds open_clip's ViT of the same size, compiled (it has to be
+installed); `--plain` our own model without kernels; `--profile` the kernels that take the most time.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rwkvclip_cli.model import build_model, preset
+from rwkvclip_cli.train import optim
+from rwkvclip_cli.train.losses import clip_loss
+
+SIZES = {"b32": ("rwkv-clip-b32", "ViT-B-32", 512), "b16": ("rwkv-clip-b16", "ViT-B-16", 256)}
+WARM_UP, STEPS = 5, 20
+
+
+def own_step(name: str, batch: int, kernels: bool) -> Callable[[], Tensor]:
+    model = build_model(preset(name)).cuda()
+    model.image_model.kernels = model.text_model.kernels = kernels
+    optimizer = optim.build_optimizer(model, weight_decay=0.2, betas=(0.9, 0.98))
+    optim.set_learning_rate(optimizer, 1e-4)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    tokens = torch.randint(49408, (batch, 77), device="cuda")
+    draws = torch.rand(12, 2, batch, device="cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            image, text, scale = model(images, tokens, drop_path_uniform=draws)
+        loss = clip_loss(image, text, scale)
+        loss.backward()
+        optim.guarded_step(optimizer, None, 1.0, model.logit_scale)
+        return loss.detach()
+
+    return step
+
+
+def peer_step(name: str, batch: int) -> Callable[[], Tensor]:
+    import open_clip
+
+    model = open_clip.create_model(name).cuda()
+    compiled = torch.compile(model)
+    criterion = open_clip.ClipLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.2, fused=True)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    tokens = torch.randint(49408, (batch, 77), device="cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            image, text, scale = compiled(images, tokens)
+            loss: Tensor = criterion(image, text, scale)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def measure(title: str, batch: int, step: Callable[[], Tensor], profile: bool) -> float:
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    events[0].record()
+    start = time.perf_counter()
+    for event in events[1:]:
+        loss = step()
+        event.record()
+    host = (time.perf_counter() - start) / STEPS * 1000
+    torch.cuda.synchronize()
+    ms = statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    print(
+        f"{title:34s} batch {batch} {ms:7.1f} ms {batch / ms * 1000:7.0f} images/s {memory:5.1f} GiB   host {host:.0f} ms"
+        f"   first step {first:.1f} s   loss {loss.item():.3f}",
+        flush=True,
+    )
+    if profile:
+        show_kernels(step)
+    return batch / ms * 1000
+
+
+def show_kernels(step: Callable[[], Tensor]) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    with recording(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(trace.key_averages(), key=lambda row: -row.self_device_time_total)
+    for row in rows[:45]:
+        print(f"  {row.self_device_time_total / 3000:8.3f} ms {row.count // 3:5d}x  {row.key[:90]}")
+    print(f"  {sum(row.self_device_time_total for row in rows) / 3000:8.3f} ms in all, {sum(r.count for r in rows) // 3}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sizes", nargs="*", default=list(SIZES))
+    for option in ("--peer", "--plain", "--profile"):
+        parser.add_argument(option, action="store_true")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_step needs an NVIDIA GPU")
+        return
+    for size in given.sizes:
+        own, peer, batch = SIZES[size]
+        speed = measure(own, batch, own_step(own, batch, kernels=True), given.profile)
+        if given.plain:
+            measure(f"{own}, no kernels", batch, own_step(own, batch, kernels=False), given.profile)
+        if given.peer:
+            other = measure(f"open_clip {peer}, compiled", batch, peer_step(peer, batch), given.profile)
+            print(f"{own} / {peer}: {speed / other:.2f}x")
+
+
+if __name__ == "__main__":
+    main()
