@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rwkvclip_cli.model import wkv6_triton
+from rwkvclip_cli.model.blocks import MIX_RANK
 from rwkvclip_cli.model.fused.gates import head_gate, head_gate_backward, tanh_backward_
 from rwkvclip_cli.model.fused.layout import Layout
-from rwkvclip_cli.model.fused.mixes import five_mixes, five_mixes_backward, five_mixes_sums, mix
+from rwkvclip_cli.model.fused.mixes import five_mixes, five_mixes_backward, mix
 from rwkvclip_cli.model.fused.norms import add_norm, norm_backward
 from rwkvclip_cli.model.fused.products import cast_into, full_product
 
@@ -154,10 +155,13 @@ def backward(
     torch.bmm(grad_kvrg, weights.square, out=mixed[1:])
     del grad_kvrg
 
-    own, near, grad_before = five_mixes_backward(mixed, normed.normed, kept.inner, weights.mix_out, fixed, layout)
-    if needed & {"att.time_maa_w2", *FIXED}:
-        grads["att.time_maa_w2"], grad_fixed = five_mixes_sums(mixed, normed.normed, kept.inner, layout)
-        grads.update(zip(FIXED, grad_fixed, strict=True))
+    own, near, grad_before, grad_fixed = five_mixes_backward(
+        mixed, normed.normed, kept.inner, weights.mix_out, fixed, layout
+    )
+    grads.update(zip(FIXED, grad_fixed, strict=True))
+    if "att.time_maa_w2" in needed:
+        # By now `mixed` holds the gradients of the shares.
+        grads["att.time_maa_w2"] = full_product(kept.inner.view(layout.rows, len(FIXED), MIX_RANK).permute(1, 2, 0), mixed)
     del mixed
 
     if x_x is not None:

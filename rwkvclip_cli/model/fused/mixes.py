@@ -31,7 +31,6 @@ class Tile(NamedTuple):
 # By bytes of an element: what fits registers and shared memory. `BACK` needs most, for five sums at a time.
 FIVE = {2: Tile(64, 64, 8, 1), 4: Tile(32, 64, 8, 1)}
 BACK = {2: Tile(64, 32, 8, 2), 4: Tile(16, 32, 4, 1)}
-SUMS = {2: Tile(64, 64, 4, 2), 4: Tile(32, 64, 8, 1)}
 
 
 @triton.jit
@@ -77,12 +76,12 @@ def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: 
 
 @triton.jit
 def _share(inner, outer, fixed, index: tl.constexpr, row, channel, here, wide, C: tl.constexpr, P: tl.constexpr):
-    """The tile of one mix's shares, float32, with the two factors of its token-dependent part."""
+    """The tile of one mix's shares, float32, with the tile of `outer` that is in it."""
     lane = tl.arange(0, RANK)
     left = tl.load(inner + row[:, None] * (5 * RANK) + index * RANK + lane[None, :],
                    mask=here[:, None], other=0.0)  # fmt: skip
     right = tl.load(outer + (lane + index * RANK)[:, None] * C + channel[None, :], mask=wide[None, :], other=0.0)
-    return dot(left, right, P) + take(fixed + index * C + channel, wide)[None, :], left, right
+    return dot(left, right, P) + take(fixed + index * C + channel, wide)[None, :], right
 
 
 @triton.jit
@@ -103,7 +102,7 @@ def _five_mixes_kernel(
     own = take(normed + at, inside)
     delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
     for index in tl.static_range(5):
-        share, _, _ = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
+        share, _ = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
         put(mixed + start + index * plane + at, own + delta * share, inside)
     if SIX:
         put(mixed_x + start + at, own + delta * take(share_x + channel, wide)[None, :], inside)
@@ -141,14 +140,18 @@ def five_mixes(
 
 @triton.jit
 def _one_mix_back(
-    grads, inner, outer, fixed, index: tl.constexpr, plane, at, row, channel, here, wide, delta,
+    grads, inner, outer, fixed, sums, index: tl.constexpr, plane, at, row, channel, here, wide, delta,
     own, near, grad_inner, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add one mix's part to the gradients of a tile and of its inner channels."""
-    grad = take(grads + index * plane + at, here[:, None] & wide[None, :])
-    share, _, right = _share(inner, outer, fixed, index, row, channel, here, wide, C, P)
+    """Add one mix's part to the gradients of a tile and of its inner channels; its share's takes its own place."""
+    inside = here[:, None] & wide[None, :]
+    grad = take(grads + index * plane + at, inside)
+    share, right = _share(inner, outer, fixed, index, row, channel, here, wide, C, P)
     passed = grad * share
-    grad_inner += dot(rounded(grad * delta, right.dtype), tl.trans(right), P)
+    grad_share = grad * delta
+    put(grads + index * plane + at, grad_share, inside)
+    tl.store(sums + index * C + channel, tl.sum(grad_share, 0), mask=wide)
+    grad_inner += dot(rounded(grad_share, right.dtype), tl.trans(right), P)
     return own + (grad - passed), near + passed, grad_inner
 
 
@@ -162,11 +165,11 @@ def _put_inner(grad_inner, inner, grad_before, index: tl.constexpr, row, here):
 
 @triton.jit
 def _five_back_kernel(
-    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, plane, rows, tokens, lines, columns,
+    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, sums, plane, rows, tokens, lines, columns,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the gradients of the tokens, of their neighbours, and of what the tanh reads."""
+    """Rows of the gradients of the tokens, of their neighbours, of what the tanh reads, and of the shares (in `grads`)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
     start = tl.program_id(0).to(tl.int64) * (ROWS * C)
@@ -174,6 +177,7 @@ def _five_back_kernel(
     normed += start
     grad_own += start
     grad_near += start
+    sums += tl.program_id(0) * (5 * C)
     inner_0 = tl.zeros((ROWS, RANK), tl.float32)
     inner_1 = tl.zeros((ROWS, RANK), tl.float32)
     inner_2 = tl.zeros((ROWS, RANK), tl.float32)
@@ -188,15 +192,15 @@ def _five_back_kernel(
         delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
         own = tl.zeros((ROWS, CHANNELS), tl.float32)
         near = tl.zeros((ROWS, CHANNELS), tl.float32)
-        own, near, inner_0 = _one_mix_back(grads, inner, outer, fixed, 0, plane, at, row, channel, here, wide, delta,
+        own, near, inner_0 = _one_mix_back(grads, inner, outer, fixed, sums, 0, plane, at, row, channel, here, wide, delta,
                                            own, near, inner_0, C, PRECISION)  # fmt: skip
-        own, near, inner_1 = _one_mix_back(grads, inner, outer, fixed, 1, plane, at, row, channel, here, wide, delta,
+        own, near, inner_1 = _one_mix_back(grads, inner, outer, fixed, sums, 1, plane, at, row, channel, here, wide, delta,
                                            own, near, inner_1, C, PRECISION)  # fmt: skip
-        own, near, inner_2 = _one_mix_back(grads, inner, outer, fixed, 2, plane, at, row, channel, here, wide, delta,
+        own, near, inner_2 = _one_mix_back(grads, inner, outer, fixed, sums, 2, plane, at, row, channel, here, wide, delta,
                                            own, near, inner_2, C, PRECISION)  # fmt: skip
-        own, near, inner_3 = _one_mix_back(grads, inner, outer, fixed, 3, plane, at, row, channel, here, wide, delta,
+        own, near, inner_3 = _one_mix_back(grads, inner, outer, fixed, sums, 3, plane, at, row, channel, here, wide, delta,
                                            own, near, inner_3, C, PRECISION)  # fmt: skip
-        own, near, inner_4 = _one_mix_back(grads, inner, outer, fixed, 4, plane, at, row, channel, here, wide, delta,
+        own, near, inner_4 = _one_mix_back(grads, inner, outer, fixed, sums, 4, plane, at, row, channel, here, wide, delta,
                                            own, near, inner_4, C, PRECISION)  # fmt: skip
         put(grad_own + at, own, inside)
         put(grad_near + at, near, inside)
@@ -209,72 +213,25 @@ def _five_back_kernel(
 
 def five_mixes_backward(
     grads: Tensor, normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, in the type of `normed`, from those of `five_mixes`' result (5, L, C).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients, in the type of `normed`, from those of `five_mixes`' result (5, L, C), which the shares' overwrite.
 
     Returns:
-        That of `normed` as the token itself (L, C), as the neighbour, before it is shifted back (L, C), and of what the
-        tanh behind `inner` read (L, 5 R).
+        That of `normed` as the token itself (L, C), as the neighbour, before it is shifted back (L, C), of what the
+        tanh behind `inner` read (L, 5 R), and of `fixed` (5, C), float32.
     """
     own, near, before = torch.empty_like(normed), torch.empty_like(normed), torch.empty_like(inner)
     tile = BACK[normed.itemsize]
-    _five_back_kernel[(max(1, triton.cdiv(layout.rows, tile.rows)),)](
-        grads, normed, inner, outer, fixed, own, near, before, layout.rows * layout.width,
+    programs = max(1, triton.cdiv(layout.rows, tile.rows))
+    sums = torch.empty((programs, 5, layout.width), dtype=torch.float32, device=normed.device)
+    _five_back_kernel[(programs,)](
+        grads, normed, inner, outer, fixed, own, near, before, sums, layout.rows * layout.width,
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
         ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return own, near, before
-
-
-@triton.jit
-def _five_sums_kernel(
-    grads, normed, inner, sums, plane, rows, tokens, lines, columns,
-    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Some rows' sums, for CHANNELS channels of one mix: RANK rows for its `outer`, then one for `fixed`."""
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    index = tl.program_id(2)
-    wide = channel < C
-    lane = tl.arange(0, RANK)
-    grads += index.to(tl.int64) * plane
-    inner += index * RANK
-    sum_outer = tl.zeros((RANK, CHANNELS), tl.float32)
-    sum_fixed = tl.zeros((CHANNELS,), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = first + tl.arange(0, ROWS)
-        here = row < rows
-        inside = here[:, None] & wide[None, :]
-        at = row.to(tl.int64)[:, None] * C + channel[None, :]
-        step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
-        delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
-        grad = take(grads + at, inside) * delta
-        left = tl.load(inner + row[:, None] * (5 * RANK) + lane[None, :], mask=here[:, None], other=0.0)
-        sum_outer += dot(tl.trans(left), rounded(grad, left.dtype), PRECISION)
-        sum_fixed += tl.sum(grad, 0)
-    sums += (tl.program_id(0) * 5 + index) * (RANK + 1) * C
-    tl.store(sums + lane[:, None] * C + channel[None, :], sum_outer, mask=wide[None, :])
-    tl.store(sums + RANK * C + channel, sum_fixed, mask=wide)
-
-
-def five_mixes_sums(grads: Tensor, normed: Tensor, inner: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Gradients (5, R, C) and (5, C), float32, of `outer` and `fixed`, from those of `five_mixes`' result (5, L, C)."""
-    tile = SUMS[normed.itemsize]
-    blocks = triton.cdiv(layout.width, tile.channels)
-    programs = max(1, min(layout.programs // (5 * blocks), triton.cdiv(layout.rows, tile.rows)))
-    shape = (programs, 5, RANK.value + 1, layout.width)
-    sums = torch.empty(shape, dtype=torch.float32, device=normed.device)
-    _five_sums_kernel[(programs, blocks, 5)](
-        grads, normed, inner, sums, layout.rows * layout.width,
-        layout.rows, layout.tokens, layout.lines, layout.columns,
-        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
-        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    outer, fixed = sums.sum(0).split((RANK.value, 1), dim=1)
-    return outer, fixed.squeeze(1)
+    return own, near, before, sums.sum(0)
 
 
 def _tiles(layout: Layout, rows: int, channels: int) -> tuple[int, int]:
