@@ -139,10 +139,6 @@ def _parts(x, MODE: tl.constexpr):
         return high, high
     elif MODE == 1:
         return _split(x)
-    elif MODE == 3:
-        # Rounded here to what the matrix unit keeps of it: the unit itself would cut the rest off.
-        rounded = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-        return rounded, rounded
     else:
         return x, x
 
@@ -152,8 +148,6 @@ def _dot_parts(a_high, a_low, b_high, b_low, total, MODE: tl.constexpr):
     """a @ b + total of two tensors' parts."""
     if MODE == 2:
         return tl.dot(a_high, b_high, total, input_precision="ieee")
-    elif MODE == 3:
-        return tl.dot(a_high, b_high, total, input_precision="tf32")
     else:
         total = _dot_16(a_high, b_high, total)
         if MODE == 1:
@@ -607,9 +601,10 @@ def backward(
         _backward_kernel[(batch * heads,)](
             r, k, w, u, base, products, grad_r, grad_k, grad_w, sums[0], sums[1], gaps, strong, tokens, heads,
             N=channels, CHUNKS=plan.chunks, GAPS=plan.gaps, MODE=mode, HAS_BASE=base is not None,
-            TREE=tree, num_warps=plan.chunks, num_stages=plan.stages,
+            TREE=tree, num_warps=plan.chunks, num_stages=1 if tree else plan.stages,
         )  # fmt: skip
-    return grad_r, grad_k, grad_v, grad_w, sums[0].sum((0, 2)), None if base is None else sums[1].sum((0, 2))
+    grad_u, grad_base = sums.sum((1, 3)).unbind()
+    return grad_r, grad_k, grad_v, grad_w, grad_u, None if base is None else grad_base
 
 
 def _launch_forward(
@@ -631,7 +626,7 @@ def _launch_forward(
             r, k, v, w, u, base, y, other, products, strong, tokens, heads,
             N=channels, CHUNKS=plan.chunks, MODE=_mode(k), HAS_BASE=base is not None,
             WITH_PRODUCTS=products is not None and not tree, MANY=plan.tiles > 1, TREE=tree,
-            num_warps=plan.chunks, num_stages=plan.stages,
+            num_warps=plan.chunks, num_stages=1 if tree else plan.stages,
         )  # fmt: skip
     return strong
 
@@ -655,12 +650,9 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, tokens: int) -> "_Plan":
         """The plan for sequences of so many tokens."""
-        chunks, stages = OVERRIDE or ((4, 3) if 32 < tokens <= 64 else (2, 3))
+        chunks, stages = (4, 3) if 32 < tokens <= 64 else (2, 2)
         tiles = triton.cdiv(tokens, chunks * CHUNK.value)
         return cls(chunks, tiles, triton.next_power_of_2(tiles), stages)
-
-
-OVERRIDE = None
 
 
 def _mode(x: Tensor) -> int:

@@ -29,6 +29,10 @@ NAMES = (
 )  # fmt: skip
 
 
+SUM_ROWS = 8
+"""Equal rows of a product with ones that sums over tokens: the fewest that the matrix units take whole."""
+
+
 class Eps(NamedTuple):
     """What the norms of a block add to variances."""
 
@@ -155,13 +159,14 @@ def backward(
     torch.bmm(grad_kvrg, weights.square, out=mixed[1:])
     del grad_kvrg
 
-    own, near, grad_before, grad_fixed = five_mixes_backward(
-        mixed, normed.normed, kept.inner, weights.mix_out, fixed, layout
-    )
-    grads.update(zip(FIXED, grad_fixed, strict=True))
+    own, near, grad_before = five_mixes_backward(mixed, normed.normed, kept.inner, weights.mix_out, fixed, layout)
+    # By now `mixed` holds the gradients of the shares.
+    if needed & set(FIXED):
+        ones = mixed.new_ones((1, SUM_ROWS, layout.rows)).expand(len(FIXED), -1, -1)
+        grads.update(zip(FIXED, full_product(ones, mixed)[:, 0], strict=True))
     if "att.time_maa_w2" in needed:
-        # By now `mixed` holds the gradients of the shares.
-        grads["att.time_maa_w2"] = full_product(kept.inner.view(layout.rows, len(FIXED), MIX_RANK).permute(1, 2, 0), mixed)
+        inner = kept.inner.view(layout.rows, len(FIXED), MIX_RANK)
+        grads["att.time_maa_w2"] = full_product(inner.permute(1, 2, 0), mixed)
     del mixed
 
     if x_x is not None:

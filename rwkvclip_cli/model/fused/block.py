@@ -1,6 +1,6 @@
 """The way into the fused block: `Block.forward` as one autograd function over kernels and matrix products.
 
-    >>> y = fused_block(block, x_btc, ShiftSpec(heads=8, grid=(7, 7)), torch.bfloat16)
+    >>> y = fused_block(block, x_btc, Shift(heads=8, grid=(7, 7)), torch.bfloat16)
 
 The residual stream and its gradient are float32. All else lies in memory in the compute type, and all arithmetic
 between the products is float32. The backward pass recomputes the norms and the mixes from the stream rather than keep
@@ -8,7 +8,7 @@ them. Gradients of parameters are float32, summed in a fixed order.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -18,16 +18,7 @@ from rwkvclip_cli.model.blocks import Block, Kind, layer_norm
 from rwkvclip_cli.model.fused import attention, channels
 from rwkvclip_cli.model.fused.attention import Eps
 from rwkvclip_cli.model.fused.layout import Layout
-
-
-class Shift(Protocol):
-    """Which neighbours a block looks at; `layout.ShiftSpec` is one."""
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def grid(self) -> tuple[int, int] | None: ...
+from rwkvclip_cli.model.shift import Shift
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ def supported(block: Block, x: Tensor) -> bool:
         and x.shape[-2] >= 1
         and width % 16 == 0
         and width % heads == 0
-        and (width // heads) % 4 == 0
+        and (width // heads) % 16 == 0
         and not block.dropout
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rwkvclip_cli.model.blocks import Kind
 from rwkvclip_cli.model.fused.attention import Eps, Parameters
 from rwkvclip_cli.model.fused.gates import gated_sum, gated_sum_backward, squared_relu_, squared_relu_backward_
-from rwkvclip_cli.model.fused.hidden import squared_relu_product, squared_relu_product_backward
+from rwkvclip_cli.model.fused.hidden import squared_relu_product
 from rwkvclip_cli.model.fused.layout import Layout
 from rwkvclip_cli.model.fused.mixes import mix
 from rwkvclip_cli.model.fused.norms import add_norm, norm_backward
@@ -24,8 +24,6 @@ SHARES: dict[Kind, tuple[str, str]] = {
     "image": ("ffn.spatial_mix_k", "ffn.spatial_mix_r"),
     "text": ("ffn.time_maa_k", "ffn.time_maa_r"),
 }
-SQUARED_IN_PRODUCT = False
-"""Compute the hidden layer with `hidden`'s kernels, not library products and passes of their own (16 bits only)."""
 MATRICES = ("ffn.key.weight", "ffn.value.weight", "ffn.receptance.weight")
 
 
@@ -63,8 +61,7 @@ def forward(
         x, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout, change, keep[0]
     )
     x_k, x_r = mix(_shares(parameters, kind), normed, layout, inverse=kind == "image")
-    whole = SQUARED_IN_PRODUCT and dtype.itemsize == 2
-    squared = squared_relu_product(x_k, key) if whole else squared_relu_(torch.mm(x_k, key.t()))
+    squared = squared_relu_product(x_k, key) if dtype.itemsize == 2 else squared_relu_(torch.mm(x_k, key.t()))
     del x_k, normed
     openness = torch.mm(x_r, receptance.t())
     del x_r
@@ -92,10 +89,7 @@ def backward(
     grad_openness, grad_value = gated_sum_backward(grad, kept.openness, kept.value, keep[1], layout)
     if "ffn.value.weight" in needed:
         grads["ffn.value.weight"] = full_product(grad_value.t(), kept.squared)
-    if SQUARED_IN_PRODUCT and dtype.itemsize == 2:
-        grad_hidden = squared_relu_product_backward(grad_value, value, kept.squared)
-    else:
-        grad_hidden = squared_relu_backward_(torch.mm(grad_value, value), kept.squared)
+    grad_hidden = squared_relu_backward_(torch.mm(grad_value, value), kept.squared)
     del grad_value
     grad_mixes = torch.mm(grad_hidden, key), torch.mm(grad_openness, receptance)
     shares = _shares(parameters, kind)

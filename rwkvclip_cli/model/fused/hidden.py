@@ -2,7 +2,8 @@
 
     >>> squared = squared_relu_product(x_k, key_weight)
 
-That saves a pass over the hidden channels in either direction, at the price of a product slower than the library's.
+That saves a pass over the hidden channels, worth more than this product loses to the library's: 0.20 ms against 0.23
+at 25,088 x 640 x 3,200 on an H200. In the backward direction the two come out equal, so there the library's is used.
 Legend: L tokens of a batch, C channels, F hidden channels.
 """
 
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rwkvclip_cli.model.fused.layout import dot, put, take
+from rwkvclip_cli.model.fused.layout import dot, put
 
 ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8
 WARPS, STAGES = 8, 3
@@ -19,11 +20,10 @@ WARPS, STAGES = 8, 3
 
 @triton.jit
 def _hidden_kernel(
-    a, b, squared, out, rows, columns, step_row, step_column,
+    a, b, out, rows, columns, step_row, step_column,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    BACK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of max(0, a @ b)^2, or with BACK of (a @ b) * 2 sqrt(squared)."""
+    """A tile of max(0, a @ b)^2."""
     # Programs that run at one time share GROUP tiles of rows, so that both operands stay in the second-level cache.
     down, across = tl.maximum(tl.cdiv(rows, ROWS), 1), tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // (GROUP * across)
@@ -46,31 +46,17 @@ def _hidden_kernel(
         a += DEPTH
         b += DEPTH * step_row
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    if BACK:
-        total *= 2.0 * tl.sqrt(take(squared + at, here & wide))
-    else:
-        # Not maximum(): a NaN has to stay one.
-        total = tl.where(total < 0, 0.0, total)
-        total *= total
-    put(out + at, total, here & wide)
+    # Not maximum(): a NaN has to stay one.
+    total = tl.where(total < 0, 0.0, total)
+    put(out + at, total * total, here & wide)
 
 
 def squared_relu_product(x: Tensor, weight: Tensor) -> Tensor:
     """max(0, x @ weight^T)^2 in the type of x, for x (L, C) and weight (F, C), both contiguous and of 16 bits."""
-    return _launch(x, weight.t(), None)
-
-
-def squared_relu_product_backward(grad: Tensor, weight: Tensor, squared: Tensor) -> Tensor:
-    """(grad @ weight) * 2 sqrt(squared), for grad (L, C), weight (C, F) and `squared_relu_product`'s result (L, F)."""
-    return _launch(grad, weight, squared)
-
-
-def _launch(a: Tensor, b: Tensor, squared: Tensor | None) -> Tensor:
-    rows, columns = a.shape[0], b.shape[1]
-    out = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
+    rows, columns = x.shape[0], weight.shape[0]
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     _hidden_kernel[(max(1, triton.cdiv(rows, ROWS)) * triton.cdiv(columns, COLUMNS),)](
-        a, b, squared, out, rows, columns, b.stride(0), b.stride(1),
-        K=a.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, GROUP=GROUP, BACK=squared is not None,
-        num_warps=WARPS, num_stages=STAGES,
+        x, weight, out, rows, columns, 1, weight.stride(0),
+        K=x.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, GROUP=GROUP, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out

@@ -7,7 +7,6 @@ Legend: B batch, T tokens, L = B T rows, C channels of the stream, H heads, N = 
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,13 +17,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS_PER_PROCESSOR = 12
 """Programs a multiprocessor that sum parameter gradients, each leaving one row of sums: whole rounds of 2, 3 or 4."""
-
-
-class ShiftSpec(NamedTuple):
-    """Which neighbours a block looks at: `shift_text` without a grid, `shift_image` with one."""
-
-    heads: int
-    grid: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

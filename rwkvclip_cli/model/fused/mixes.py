@@ -16,7 +16,7 @@ from rwkvclip_cli.model.blocks import MIX_RANK
 from rwkvclip_cli.model.fused.layout import Layout, dot, neighbour, precision, put, rounded, take, take_neighbour
 
 RANK = tl.constexpr(MIX_RANK)
-MIX_ROWS, MIX_CHANNELS = 16, 128
+MIX_ROWS, MIX_CHANNELS = 8, 256
 
 
 class Tile(NamedTuple):
@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 
 # By bytes of an element: what fits registers and shared memory. `BACK` needs most, for five sums at a time.
-FIVE = {2: Tile(64, 64, 8, 1), 4: Tile(32, 64, 8, 1)}
-BACK = {2: Tile(64, 32, 8, 2), 4: Tile(16, 32, 4, 1)}
+FIVE = {2: Tile(64, 128, 8, 1), 4: Tile(32, 64, 8, 1)}
+BACK = {2: Tile(64, 64, 8, 1), 4: Tile(16, 32, 4, 1)}
 
 
 @triton.jit
@@ -139,37 +139,12 @@ def five_mixes(
 
 
 @triton.jit
-def _one_mix_back(
-    grads, inner, outer, fixed, sums, index: tl.constexpr, plane, at, row, channel, here, wide, delta,
-    own, near, grad_inner, C: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Add one mix's part to the gradients of a tile and of its inner channels; its share's takes its own place."""
-    inside = here[:, None] & wide[None, :]
-    grad = take(grads + index * plane + at, inside)
-    share, right = _share(inner, outer, fixed, index, row, channel, here, wide, C, P)
-    passed = grad * share
-    grad_share = grad * delta
-    put(grads + index * plane + at, grad_share, inside)
-    tl.store(sums + index * C + channel, tl.sum(grad_share, 0), mask=wide)
-    grad_inner += dot(rounded(grad_share, right.dtype), tl.trans(right), P)
-    return own + (grad - passed), near + passed, grad_inner
-
-
-@triton.jit
-def _put_inner(grad_inner, inner, grad_before, index: tl.constexpr, row, here):
-    """Through the tanh, whose result is `inner`, into memory."""
-    at = row[:, None] * (5 * RANK) + index * RANK + tl.arange(0, RANK)[None, :]
-    result = take(inner + at, here[:, None])
-    put(grad_before + at, grad_inner * (1.0 - result * result), here[:, None])
-
-
-@triton.jit
 def _five_back_kernel(
-    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, sums, plane, rows, tokens, lines, columns,
+    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, plane, rows, tokens, lines, columns,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the gradients of the tokens, of their neighbours, of what the tanh reads, and of the shares (in `grads`)."""
+    """Rows of the gradients of tokens, of their neighbours, of what the tanh reads, and of the shares (in `grads`)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
     start = tl.program_id(0).to(tl.int64) * (ROWS * C)
@@ -177,61 +152,62 @@ def _five_back_kernel(
     normed += start
     grad_own += start
     grad_near += start
-    sums += tl.program_id(0) * (5 * C)
-    inner_0 = tl.zeros((ROWS, RANK), tl.float32)
-    inner_1 = tl.zeros((ROWS, RANK), tl.float32)
-    inner_2 = tl.zeros((ROWS, RANK), tl.float32)
-    inner_3 = tl.zeros((ROWS, RANK), tl.float32)
-    inner_4 = tl.zeros((ROWS, RANK), tl.float32)
+    lane = tl.arange(0, RANK)
+    totals = ()
+    for _ in tl.static_range(5):
+        totals = totals + (tl.zeros((ROWS, RANK), tl.float32),)
     for first in range(0, C, CHANNELS):
         channel = first + tl.arange(0, CHANNELS)
         wide = channel < C
         inside = here[:, None] & wide[None, :]
         at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
+        # All are read before the first is overwritten: so the reads overlap.
+        given = ()
+        for index in tl.static_range(5):
+            given = given + (tl.load(grads + index * plane + at, mask=inside, other=0.0),)
         step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
         delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
         own = tl.zeros((ROWS, CHANNELS), tl.float32)
         near = tl.zeros((ROWS, CHANNELS), tl.float32)
-        own, near, inner_0 = _one_mix_back(grads, inner, outer, fixed, sums, 0, plane, at, row, channel, here, wide, delta,
-                                           own, near, inner_0, C, PRECISION)  # fmt: skip
-        own, near, inner_1 = _one_mix_back(grads, inner, outer, fixed, sums, 1, plane, at, row, channel, here, wide, delta,
-                                           own, near, inner_1, C, PRECISION)  # fmt: skip
-        own, near, inner_2 = _one_mix_back(grads, inner, outer, fixed, sums, 2, plane, at, row, channel, here, wide, delta,
-                                           own, near, inner_2, C, PRECISION)  # fmt: skip
-        own, near, inner_3 = _one_mix_back(grads, inner, outer, fixed, sums, 3, plane, at, row, channel, here, wide, delta,
-                                           own, near, inner_3, C, PRECISION)  # fmt: skip
-        own, near, inner_4 = _one_mix_back(grads, inner, outer, fixed, sums, 4, plane, at, row, channel, here, wide, delta,
-                                           own, near, inner_4, C, PRECISION)  # fmt: skip
+        added = ()
+        for index in tl.static_range(5):
+            grad = given[index].to(tl.float32)
+            share, right = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
+            passed = grad * share
+            own += grad - passed
+            near += passed
+            grad_share = rounded(grad * delta, right.dtype)
+            tl.store(grads + index * plane + at, grad_share, mask=inside)
+            added = added + (totals[index] + dot(grad_share, tl.trans(right), PRECISION),)
+        totals = added
         put(grad_own + at, own, inside)
         put(grad_near + at, near, inside)
-    _put_inner(inner_0, inner, grad_before, 0, row, here)
-    _put_inner(inner_1, inner, grad_before, 1, row, here)
-    _put_inner(inner_2, inner, grad_before, 2, row, here)
-    _put_inner(inner_3, inner, grad_before, 3, row, here)
-    _put_inner(inner_4, inner, grad_before, 4, row, here)
+    for index in tl.static_range(5):
+        at_inner = row[:, None] * (5 * RANK) + index * RANK + lane[None, :]
+        result = take(inner + at_inner, here[:, None])
+        put(grad_before + at_inner, totals[index] * (1.0 - result * result), here[:, None])
 
 
 def five_mixes_backward(
     grads: Tensor, normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients, in the type of `normed`, from those of `five_mixes`' result (5, L, C), which the shares' overwrite.
 
     Returns:
-        That of `normed` as the token itself (L, C), as the neighbour, before it is shifted back (L, C), of what the
-        tanh behind `inner` read (L, 5 R), and of `fixed` (5, C), float32.
+        That of `normed` as the token itself (L, C), as the neighbour, before it is shifted back (L, C), and of what the
+        tanh behind `inner` read (L, 5 R).
     """
     own, near, before = torch.empty_like(normed), torch.empty_like(normed), torch.empty_like(inner)
     tile = BACK[normed.itemsize]
     programs = max(1, triton.cdiv(layout.rows, tile.rows))
-    sums = torch.empty((programs, 5, layout.width), dtype=torch.float32, device=normed.device)
     _five_back_kernel[(programs,)](
-        grads, normed, inner, outer, fixed, own, near, before, sums, layout.rows * layout.width,
+        grads, normed, inner, outer, fixed, own, near, before, layout.rows * layout.width,
         layout.rows, layout.tokens, layout.lines, layout.columns,
         C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
         ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return own, near, before, sums.sum(0)
+    return own, near, before
 
 
 def _tiles(layout: Layout, rows: int, channels: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from rwkvclip_cli.model.fused.layout import Layout, neighbour, put, take, take_n
 NORM_ROWS = 4
 NORM_WARPS = 4
 # One row at a time: while it is worked on, the next one is already on its way.
-BACK_WARPS, BACK_STAGES = 8, 2
+BACK_WARPS, BACK_STAGES = 4, 3
 
 
 @triton.jit
