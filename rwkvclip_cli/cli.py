@@ -151,7 +151,9 @@ def _parameter(field: Any, hint: Any) -> inspect.Parameter:
         value = typer.Argument(... if default in ("", []) else default, help=meta["help"])
     else:
         name = f"--{config.option_name(field)}"
-        spelled = f"{name}/--no-{config.option_name(field)}" if hint is bool and field.default is True else name
+        # What can be on by itself needs a word for off.
+        is_switch = (hint is bool and field.default is True) or hint == bool | None
+        spelled = f"{name}/--no-{config.option_name(field)}" if is_switch else name
         metavar = "|".join(meta["choices"]) or None
         show = default not in (None, "", [], False, True)
         value = typer.Option(default, spelled, help=meta["help"], metavar=metavar, show_default=show)
@@ -235,6 +237,19 @@ def _nccl_check(options: config.NcclCheckConfig, context: typer.Context) -> None
     from rwkvclip_cli.nccl_check import nccl_check
 
     raise typer.Exit(nccl_check(options, context.meta.get(SETTINGS_FILE)))
+
+
+@command(
+    "bench", config.BenchConfig, "Measure this machine's loader, WKV6, loss and training step; name the slowest part."
+)
+def _bench(options: config.BenchConfig) -> None:
+    from rwkvclip_cli.bench import bench
+
+    found = bench(options)
+    if options.json:
+        console.result_json(found.document())
+    else:
+        console.result(found.text())
 
 
 @command("demo", config.DemoConfig, "Pack, check, train and evaluate on drawn scenes: everything once, in minutes.")

@@ -24,6 +24,11 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 MODELS = ("rwkv-clip-b32", "rwkv-clip-b16", "tiny")
 SOURCE_FORMATS = ("auto", "folder", "table", "webdataset")
 MAX_PIXELS = 178_956_970  # Pillow's own bound against decompression bombs
+COMPILE_HELP = (
+    "Run each block as fused kernels, which Triton compiles at first use and keeps on disk; without, as plain PyTorch "
+    "operations (default: on GPUs, which alone can)."
+)
+CHECKPOINTING_HELP = "Recompute each block in the backward pass: less memory, more time, the same gradients."
 
 
 class MissingOptionError(UsageError):
@@ -184,6 +189,8 @@ class TrainConfig(Options):
     workers: int | None = option(
         None, "Loader threads a rank (default: this rank's share of the cores).", minimum=1, maximum=1024
     )
+    compile: bool | None = option(None, COMPILE_HELP)
+    grad_checkpointing: bool = option(False, CHECKPOINTING_HELP)
     log_every: int = option(10, "Steps between log lines; the loss is read from the device only then.", minimum=1)
     save_every_steps: int | None = option(None, "Steps between checkpoints (default: once an epoch).", minimum=1)
     keep: int = option(3, "Newest checkpoints to keep.", minimum=1)
@@ -270,6 +277,24 @@ class EvalConfig(Options):
 
 
 @dataclass(frozen=True)
+class BenchConfig(Options):
+    """`rwkvclip bench`."""
+
+    model: str | None = option(None, "Model size (default: rwkv-clip-b32 on a GPU, tiny on a CPU).", choices=MODELS)
+    model_config: str | None = option(
+        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
+    )
+    batch_size: int | None = option(None, "Pairs a step (default: 256 on a GPU, 32 on a CPU).", minimum=1)
+    precision: str | None = option(None, "Arithmetic (default: bf16 on a GPU, fp32 on a CPU).", choices=PRECISIONS)
+    data: str | None = option(None, "The packed .rec file to load from (default: scenes that it draws itself).")
+    steps: int = option(20, "Timed repetitions of everything; the medians are printed.", minimum=1)
+    workers: int | None = option(None, "Loader threads (default: the cores).", minimum=1, maximum=1024)
+    compile: bool | None = option(None, COMPILE_HELP)
+    grad_checkpointing: bool = option(False, CHECKPOINTING_HELP)
+    json: bool = option(False, "Print one JSON document.")
+
+
+@dataclass(frozen=True)
 class DemoConfig(Options):
     """`rwkvclip demo [FOLDER]`."""
 
@@ -284,6 +309,7 @@ SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
     "nccl-check": NcclCheckConfig,
     "eval": EvalConfig,
+    "bench": BenchConfig,
     "demo": DemoConfig,
 }
 

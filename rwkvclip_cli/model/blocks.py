@@ -70,6 +70,7 @@ class TimeMix(nn.Module):
         super().__init__()
         width = geometry.width
         self.heads = geometry.heads
+        self.kernels = True
         ratio = 1.0 - layer / geometry.layers
         depth = layer / (geometry.layers - 1)
         mix = 1.0 - channel_ramp(width) ** ratio
@@ -102,7 +103,8 @@ class TimeMix(nn.Module):
         if r.dtype == torch.float16:
             # The result has the type of r, and a sum over many tokens can leave float16's range.
             r = r.float()
-        y = wkv6(r.view(heads), k.view(heads), v.view(heads), w.view(heads), self.time_faaaa)
+        r, k, v, w = (x.view(heads) for x in (r, k, v, w))
+        y = wkv6(r, k, v, w, self.time_faaaa, kernels=self.kernels)
         y = functional.group_norm(
             y.reshape(-1, width).to(self.ln_x.weight.dtype),
             self.heads,

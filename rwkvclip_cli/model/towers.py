@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.model.blocks import Block, Geometry, compute_dtype, layer_norm
+from rwkvclip_cli.model.blocks import Block, Geometry, TimeMix, compute_dtype, layer_norm
 from rwkvclip_cli.model.init import init_image_tower, init_text_tower
 from rwkvclip_cli.model.presets import ModelArguments
 from rwkvclip_cli.model.shift import Shift
@@ -167,6 +167,14 @@ class RwkvClip(nn.Module):
         come from torch's generator, and none are made where no layer drops.
         """
         return self.encode_image(images, drop_path_uniform), self.encode_text(tokens), self.logit_scale.exp()
+
+    def use_kernels(self, on: bool) -> None:
+        """Whether blocks on a GPU may run as kernels that Triton compiles, or as plain PyTorch operations alone."""
+        for tower in (self.image_model, self.text_model):
+            tower.kernels = on
+            for module in tower.modules():
+                if isinstance(module, TimeMix):
+                    module.kernels = on
 
     def encode_image(self, images: Tensor, drop_path_uniform: Tensor | None = None) -> Tensor:
         """(B, 3, height, width) float -> (B, C), not normalised."""

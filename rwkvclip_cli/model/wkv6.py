@@ -17,7 +17,7 @@ from torch import Tensor
 from rwkvclip_cli.model.wkv6_matrix import wkv6_matrix
 
 
-def wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+def wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, kernels: bool = True) -> Tensor:
     """Let every token receive from all others, less the further they are, with the fastest implementation here.
 
     With decays d = exp(-exp(w)), token t receives the vectors v_s of all tokens s, weighted by the sum over channels of
@@ -27,6 +27,7 @@ def wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         r, k, v: receptance, key and value, (B, T, H, N), T >= 1, of any floating type.
         w: raw decay, (B, T, H, N); may be of a wider type than r.
         u: bonus of a token for itself, (H, N).
+        kernels: whether implementations that a GPU has to compile may be chosen.
 
     Returns:
         (B, T, H, N) in the type of r. Sums are float32, or float64 for float64 inputs, inside autocast too.
@@ -37,7 +38,7 @@ def wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     if not (r.ndim == 4 and r.shape[1] >= 1 and r.shape == k.shape == v.shape == w.shape and u.shape == r.shape[2:]):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("rkvwu", (r, k, v, w, u), strict=True))
         raise ValueError(f"wkv6 takes r, k, v, w of one shape (B, T, H, N), T >= 1, and u (H, N); got {shapes}")
-    chosen = next(row for row in IMPLEMENTATIONS if row.takes(r))
+    chosen = implementations(r, kernels)[0]
     with torch.autocast(r.device.type, enabled=False):
         return chosen.function(r, k, v, w, u)
 
@@ -71,6 +72,8 @@ class Implementation(NamedTuple):
     function: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     takes: Callable[[Tensor], bool]
     """Whether it runs on such an r: its device, type and sizes."""
+    is_kernel: bool = False
+    """Whether it is compiled at first use, rather than made of PyTorch's operations."""
 
 
 @functools.cache
@@ -92,8 +95,13 @@ def _kernels_take(r: Tensor) -> bool:
 
 
 IMPLEMENTATIONS = (
-    Implementation("triton", _kernels, takes=_kernels_take),
+    Implementation("triton", _kernels, takes=_kernels_take, is_kernel=True),
     Implementation("matrix", wkv6_matrix, takes=lambda r: True),
     Implementation("loop", wkv6_loop, takes=lambda r: True),
 )
 """Fastest first; a kernel is one more row at the top, and the tests run over all rows."""
+
+
+def implementations(r: Tensor, kernels: bool = True) -> list[Implementation]:
+    """All that run on such an r, fastest first; `kernels=False` leaves those out that have to be compiled."""
+    return [row for row in IMPLEMENTATIONS if (kernels or not row.is_kernel) and row.takes(r)]

@@ -189,7 +189,7 @@ def _load_parts(high_pointer, low_pointer, where, MODE: tl.constexpr):
 def _forward_kernel(
     r, k, v, w, u, base, y, other, products, strong, tokens, heads,
     N: tl.constexpr, CHUNKS: tl.constexpr, MODE: tl.constexpr, HAS_BASE: tl.constexpr, WITH_PRODUCTS: tl.constexpr,
-    MANY: tl.constexpr, TREE: tl.constexpr,
+    MANY: tl.constexpr, TREE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of y = scores @ v. With WITH_PRODUCTS also the rows of v @ other^T into `products`, padded.
 
@@ -201,7 +201,7 @@ def _forward_kernel(
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles
     if TREE:
-        if not _any_strong(strong + head * tiles, tiles):
+        if not _any_strong(strong + head * FLAGS, FLAGS):
             return
     stride = heads * N
     first = (head // heads).to(tl.int64) * tokens * stride + (head % heads) * N
@@ -399,7 +399,7 @@ def _dot_parts_stored(high, low, b, total, MODE: tl.constexpr):
 def _backward_kernel(
     r, k, w, u, base, products, grad_r, grad_k, grad_w, grad_u, grad_base, gaps, strong, tokens, heads,
     N: tl.constexpr, CHUNKS: tl.constexpr, GAPS: tl.constexpr, MODE: tl.constexpr, HAS_BASE: tl.constexpr,
-    TREE: tl.constexpr,
+    TREE: tl.constexpr, FLAGS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One head's gradients of r, k, w, u and base from `products`, the gradients of its scores."""
     M: tl.constexpr = CHUNKS * CHUNK
@@ -407,7 +407,7 @@ def _backward_kernel(
     tiles = tl.cdiv(tokens, M)
     head = tl.program_id(0)
     if TREE:
-        if not _any_strong(strong + head * tiles, tiles):
+        if not _any_strong(strong + head * FLAGS, FLAGS):
             return
     stride = heads * N
     first = (head // heads).to(tl.int64) * tokens * stride + (head % heads) * N
@@ -534,7 +534,7 @@ def _backward_kernel(
             tl.store(grad_r + place + at, grad_r_tile, mask=inside)
             tl.store(grad_k + place + at, grad_k_tile, mask=inside)
             tl.store(grad_w + place + at, grad_w_tile, mask=inside)
-            sums = (head * tiles + tile) * N + at + lane
+            sums = (head * PARTS + tile) * N + at + lane
             tl.store(grad_u + sums, total_u)
             if HAS_BASE:
                 tl.store(grad_base + sums, tl.sum(grad_w_tile, axis=0))
@@ -588,20 +588,19 @@ def backward(
     """
     batch, tokens, heads, channels = r.shape
     grad_r, grad_k, grad_v, grad_w = out or tuple(torch.empty_like(tensor) for tensor in (r, k, v, w))
-    mode, plan = _mode(k), _Plan.of(tokens)
-    side = plan.tiles * plan.rows
+    mode = _mode(k)
+    short, tree = plans = _plans(tokens)
     kind = torch.float32 if mode == FULL else torch.bfloat16
-    products = r.new_empty((1 + (mode == SPLIT), batch * heads, side, side), dtype=kind)
+    products = r.new_empty((1 + (mode == SPLIT), batch * heads, short.side, short.side), dtype=kind)
     strong = _launch_forward(k, r, grad_y, w, u, base, grad_v, v, products)
-    sums = r.new_empty((2, batch, heads, plan.tiles, channels), dtype=torch.float32)
-    gaps = r.new_zeros((batch * heads, plan.gaps, channels), dtype=torch.float32) if plan.gaps > 1 else sums
-    for tree in (False, True) if batch else ():
-        if tree and plan.gaps > 1:
-            gaps.zero_()
+    sums = r.new_zeros((2, batch, heads, tree.tiles, channels), dtype=torch.float32)
+    for plan in plans if batch else ():
+        several = triton.next_power_of_2(plan.tiles)
+        gaps = r.new_zeros((batch * heads, several, channels), dtype=torch.float32) if several > 1 else sums
         _backward_kernel[(batch * heads,)](
             r, k, w, u, base, products, grad_r, grad_k, grad_w, sums[0], sums[1], gaps, strong, tokens, heads,
-            N=channels, CHUNKS=plan.chunks, GAPS=plan.gaps, MODE=mode, HAS_BASE=base is not None,
-            TREE=tree, num_warps=plan.chunks, num_stages=1 if tree else plan.stages,
+            N=channels, CHUNKS=plan.chunks, GAPS=several, MODE=mode, HAS_BASE=base is not None, TREE=plan is tree,
+            FLAGS=short.tiles, PARTS=tree.tiles, num_warps=plan.chunks, num_stages=plan.stages,
         )  # fmt: skip
     grad_u, grad_base = sums.sum((1, 3)).unbind()
     return grad_r, grad_k, grad_v, grad_w, grad_u, None if base is None else grad_base
@@ -618,15 +617,16 @@ def _launch_forward(
     other: Tensor | None = None,
     products: Tensor | None = None,
 ) -> Tensor:
+    """Fill y, and `products` where given; return which tiles' decays were too strong for the short form."""
     batch, tokens, heads, channels = r.shape
-    plan = _Plan.of(tokens)
-    strong = r.new_empty(batch * heads * plan.tiles, dtype=torch.bool)
-    for tree in (False, True) if batch else ():
+    short, tree = plans = _plans(tokens)
+    strong = r.new_empty(batch * heads * short.tiles, dtype=torch.bool)
+    for plan in plans if batch else ():
         _forward_kernel[(batch * heads * plan.tiles,)](
             r, k, v, w, u, base, y, other, products, strong, tokens, heads,
             N=channels, CHUNKS=plan.chunks, MODE=_mode(k), HAS_BASE=base is not None,
-            WITH_PRODUCTS=products is not None and not tree, MANY=plan.tiles > 1, TREE=tree,
-            num_warps=plan.chunks, num_stages=1 if tree else plan.stages,
+            WITH_PRODUCTS=products is not None and plan is short, MANY=plan.tiles > 1, TREE=plan is tree,
+            FLAGS=short.tiles, num_warps=plan.chunks, num_stages=plan.stages,
         )  # fmt: skip
     return strong
 
@@ -635,24 +635,23 @@ ROUNDED, SPLIT, FULL = range(3)
 
 
 class _Plan(NamedTuple):
-    """How a number of tokens is cut into tiles of as many chunks as warps work on them."""
+    """How tokens are cut into tiles of as many chunks as warps work on them."""
 
     chunks: int
     tiles: int
-    gaps: int
     stages: int
 
     @property
-    def rows(self) -> int:
-        """Tokens of a tile."""
-        return self.chunks * CHUNK.value
+    def side(self) -> int:
+        """Tokens of all tiles, real or not."""
+        return self.tiles * self.chunks * CHUNK.value
 
-    @classmethod
-    def of(cls, tokens: int) -> "_Plan":
-        """The plan for sequences of so many tokens."""
-        chunks, stages = (4, 3) if 32 < tokens <= 64 else (2, 2)
-        tiles = triton.cdiv(tokens, chunks * CHUNK.value)
-        return cls(chunks, tiles, triton.next_power_of_2(tiles), stages)
+
+def _plans(tokens: int) -> tuple[_Plan, _Plan]:
+    """The plans of the short form and of the tree: of the same side, as the one reads what the other left."""
+    tree = triton.cdiv(tokens, 2 * CHUNK.value)
+    short = _Plan(4, 1, 3) if tree == 2 else _Plan(2, tree, 2)
+    return short, _Plan(2, tree, 1)
 
 
 def _mode(x: Tensor) -> int:

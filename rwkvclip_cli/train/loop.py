@@ -4,6 +4,7 @@
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -17,8 +18,9 @@ from rwkvclip_cli import console
 from rwkvclip_cli.config import TrainConfig
 from rwkvclip_cli.data.loader import Batch, EpochLoaders, TrainLoader
 from rwkvclip_cli.train import checkpoint, optim
+from rwkvclip_cli.train.compilation import CompiledKernels, counting
 from rwkvclip_cli.train.distributed import StopVote, process_group, warm_up
-from rwkvclip_cli.train.losses import LOSSES
+from rwkvclip_cli.train.losses import LOSSES, suggested_chunk
 from rwkvclip_cli.train.metrics import Metrics, Stopwatch, flops_per_pair, peak_flops, peak_memory_gib
 from rwkvclip_cli.train.precision import autocast
 from rwkvclip_cli.train.run import Position, Run, TrainResult, agree_on_checkpoint, restore, save, start
@@ -30,6 +32,7 @@ def train(config: TrainConfig) -> TrainResult:
     Every rank returns the same result. Raises RwkvClipError for what a user can mend: options that contradict the
     data, a checkpoint of another run, a full disk.
     """
+    began_s = time.monotonic()
     if config.deterministic:
         # cuBLAS reads this when it first starts and is not reproducible without it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -44,11 +47,13 @@ def train(config: TrainConfig) -> TrainResult:
             return TrainResult(position.step, run.total_steps, True, found)
         if found:
             console.say(f"resuming from {found}, behind step {position.step:,} of {run.total_steps:,}")
-        warm_up(run.wrapped, _warm_up_pass(run))
-        return _loop(run, position, loader_state)
+        with counting(ranks.device, began_s) as kernels:
+            warm_up(run.wrapped, _warm_up_pass(run))
+            kernels.all_are_there()
+            return _loop(run, position, loader_state, kernels)
 
 
-def _loop(run: Run, position: Position, loader_state: bytes | None) -> TrainResult:
+def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: CompiledKernels) -> TrainResult:
     config = run.config
     metrics = Metrics(run.output, first_step=position.step + 1) if run.ranks.is_first else None
     stopwatch = Stopwatch(position.seconds)
@@ -64,6 +69,8 @@ def _loop(run: Run, position: Position, loader_state: bytes | None) -> TrainResu
         for loader, batch in _batches(run, position, loader_state, stopwatch):
             loss, grad_norm, skipped = _step(run, batch, position.step)
             skipped_total += skipped
+            if kernels.started_in_s is None:
+                kernels.first_step_is_done(run.ranks.device)
             stopwatch.count_step()
             position.advance(run.steps_per_epoch)
             finished = position.step == run.total_steps
@@ -118,7 +125,8 @@ def _step(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
 def _loss(run: Run, images: Tensor, tokens: Tensor, drop_path_uniform: Tensor | None) -> Tensor:
     with autocast(run.config.precision, run.ranks.device):
         image, text, logit_scale = run.wrapped(images, tokens, drop_path_uniform=drop_path_uniform)
-    return LOSSES["clip"](image, text, logit_scale)
+    chunk = suggested_chunk(len(image), run.global_batch)
+    return LOSSES["clip"](image, text, logit_scale, chunk_size=chunk, kernels=run.kernels)
 
 
 def _drop_path_uniform(run: Run, step: int) -> Tensor | None:

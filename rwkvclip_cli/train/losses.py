@@ -6,6 +6,7 @@ B is the batch of one rank, W the number of ranks, C the width. Averaged over ra
 the gradients of every form here are those of one process that holds all W x B pairs.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ def clip_loss(
     local_loss: bool = True,
     gather_with_grad: bool = True,
     chunk_size: int | None = None,
+    kernels: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Symmetric cross-entropy of matching pairs (Radford et al. 2021, figure 3).
@@ -43,6 +45,7 @@ def clip_loss(
         chunk_size: hold the scores of at most this many rows at once, so that memory grows with W x B and not with
             its square; None holds the full matrix. The chunked loss computes its gradients in the forward pass, while
             each chunk is there; it has no second derivative.
+        kernels: let Triton kernels treat the chunks where they run, on NVIDIA GPUs.
         group: process group; None is the default group, or one process where none is initialised.
 
     Returns:
@@ -78,7 +81,8 @@ def clip_loss(
         if chunk_size is None:
             total = _full_sum(image, all_text, scale, labels) + _full_sum(text, all_image, scale, labels)
         elif image.shape == all_image.shape:
-            total = _chunked_sum(_both_directions, image, text, scale, first, chunk_size)
+            both = functools.partial(_both_directions, kernels=kernels)
+            total = _chunked_sum(both, image, text, scale, first, chunk_size)
         else:
             total = _chunked_sum(_one_direction, image, all_text, scale, first, chunk_size)
             total = total + _chunked_sum(_one_direction, text, all_image, scale, first, chunk_size)
@@ -192,7 +196,7 @@ def _one_direction(
 
 
 def _both_directions(
-    rows: Tensor, columns: Tensor, scale: Tensor, first: int, chunk_size: int, wanted: _Wanted
+    rows: Tensor, columns: Tensor, scale: Tensor, first: int, chunk_size: int, wanted: _Wanted, *, kernels: bool = True
 ) -> tuple[Tensor, _Gradients]:
     """The sum of `_full_sum` both ways and its gradients; R = K, first = 0; (chunk_size, K) buffers: one, or two
     without kernels.
@@ -201,7 +205,7 @@ def _both_directions(
     buffer = rows.new_empty((chunk_size, count))
     pair, row_max, row_norm = rows.new_empty((3, count))
     column_max, column_norm = rows.new_full((count,), -torch.inf), rows.new_zeros(count)
-    add_normalisers, scores_to_gradient = _passes(rows)
+    add_normalisers, scores_to_gradient = _passes(rows, kernels)
     parts = [slice(start, min(start + chunk_size, count)) for start in range(0, count, chunk_size)]
     for part in parts:
         scores = torch.mm(rows[part] * scale, columns.T, out=buffer[: part.stop - part.start])
@@ -218,9 +222,9 @@ def _both_directions(
     return total, gradients.finish()
 
 
-def _passes(rows: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
+def _passes(rows: Tensor, kernels: bool = True) -> tuple[Callable[..., None], Callable[..., Tensor]]:
     """What to do to a chunk of scores in the two passes: in kernels where they run, else in plain operations."""
-    if rows.is_cuda and rows.dtype == torch.float32 and importlib.util.find_spec("triton"):
+    if kernels and rows.is_cuda and rows.dtype == torch.float32 and importlib.util.find_spec("triton"):
         from rwkvclip_cli.train import losses_triton
 
         return losses_triton.add_normalisers, losses_triton.scores_to_gradient

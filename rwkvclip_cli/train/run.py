@@ -21,6 +21,7 @@ from rwkvclip_cli.data.packed import PackedSet, open_packed
 from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
 from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.checkpoint import Checkpoint
+from rwkvclip_cli.train.compilation import compiles
 from rwkvclip_cli.train.distributed import Ranks, wrap
 from rwkvclip_cli.train.metrics import METRICS_FILE
 from rwkvclip_cli.train.precision import set_matmul_precision
@@ -69,6 +70,8 @@ class Run:
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler | None
     model_config: dict[str, Any]
+    kernels: bool
+    """Whether Triton's kernels may run."""
 
     @property
     def image_tokens(self) -> int:
@@ -159,6 +162,7 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
     model_config = read_model_config(Path(config.model_config)) if config.model_config else preset(config.model)
     if config.drop_path_rate is not None:
         model_config["drop_path_rate"] = config.drop_path_rate
+    kernels = compiles(config.compile, ranks.device)
     spec = LoaderSpec(
         batch_size=config.batch_size,
         image_size=model_config["input_size"],
@@ -170,13 +174,14 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
         num_samples=config.train_num_samples,
     )
     steps_per_epoch(packed, spec)
-    _check_fit(packed, model_config)
+    check_fit(packed, model_config)
     if saved:
         _check_same_run(_identity(config, ranks, packed, model_config), saved.state, config.epochs)
     _advise(config, packed, spec)
     set_matmul_precision(config.precision)
     torch.manual_seed(config.seed)
-    model = build_model(model_config)
+    model = build_model(model_config | {"with_cp": config.grad_checkpointing or model_config["with_cp"]})
+    model.use_kernels(kernels)
     if saved:
         load_reference_state(model, saved.model)
     wrapped, converted = wrap(model.to(ranks.device), ranks)
@@ -185,12 +190,12 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.say(
         f"{parameters:,} parameters, {ranks.world_size} ranks x {config.batch_size} pairs over {dist.get_backend()}, "
-        f"{config.precision} on {_device_name(ranks.device)}; {converted} BatchNorm layers synchronized"
+        f"{config.precision} on {device_name(ranks.device)}; {converted} BatchNorm layers synchronized"
     )
-    return Run(config, ranks, packed, spec, wrapped, optimizer, scaler, model_config)
+    return Run(config, ranks, packed, spec, wrapped, optimizer, scaler, model_config, kernels)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The device in words."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
@@ -206,7 +211,7 @@ def _advise(config: TrainConfig, packed: PackedSet, spec: LoaderSpec) -> None:
         )
 
 
-def _check_fit(packed: PackedSet, model_config: dict[str, Any]) -> None:
+def check_fit(packed: PackedSet, model_config: dict[str, Any]) -> None:
     """Refuse data that the model cannot read, before a rank fails in the middle of a batch."""
     if packed.context_length > model_config["ctx_len"]:
         raise UsageError(
@@ -239,7 +244,8 @@ def _identity(config: TrainConfig, ranks: Ranks, packed: PackedSet, model_config
         "precision": config.precision,
         "records": packed.count,
         "content_hash": packed.content_hash,
-        "model_config": model_config,
+        # What the backward pass recomputes changes no result.
+        "model_config": model_config | {"with_cp": False},
     }
 
 

@@ -171,9 +171,8 @@ def test_the_first_layer_has_a_norm_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("plain_wkv")
-@pytest.mark.parametrize("width", [48, 80])
+@pytest.mark.parametrize("width", [96, 160])
 def test_widths_that_fill_no_tile(width: int) -> None:
-    # Heads of 24 have parts of 6 channels, of 40 parts of 10: two channels lie together.
     block, x, grad = make("image", 6, width=width)
     assert supported(block, x)
     got = results(fused(block, (3, 2), torch.float32), block, x, grad)

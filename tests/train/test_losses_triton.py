@@ -63,7 +63,7 @@ def test_kernels_pass_on_what_is_not_finite(value: float) -> None:
 @pytest.mark.parametrize("chunk_size", [7, 40])
 def test_the_loss_with_kernels_is_the_loss_without(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = losses_triton.add_normalisers, losses_triton.scores_to_gradient
-    monkeypatch.setattr(losses, "_passes", lambda rows: kernels)
+    monkeypatch.setattr(losses, "_passes", lambda rows, allowed: kernels)
     generator = torch.Generator().manual_seed(8)
     image = torch.randn(40, 16, generator=generator)
     text = image + 2 * torch.randn(40, 16, generator=generator)
@@ -79,5 +79,6 @@ def test_the_loss_with_kernels_is_the_loss_without(chunk_size: int, monkeypatch:
 @pytest.mark.gpu
 def test_kernels_are_taken_on_a_gpu_for_float32_alone() -> None:
     assert losses._passes(torch.empty(1, device="cuda"))[0] is losses_triton.add_normalisers
+    assert losses._passes(torch.empty(1, device="cuda"), False)[0] is losses._plain_normalisers
     assert losses._passes(torch.empty(1, device="cuda", dtype=torch.float64))[0] is losses._plain_normalisers
     assert losses._passes(torch.empty(1))[0] is losses._plain_normalisers
