@@ -3,10 +3,12 @@
     python tests/benchmarks/bench_step.py [b32] [b16] [--peer] [--plain] [--profile]
 
 Inputs lie on the GPU, bf16, medians of 20 steps. `--peer` adds open_clip's ViT of the same size, compiled (it has to be
-installed); `--plain` our own model without kernels; `--profile` the kernels that take the most time.
+installed), `--only-peer` runs nothing else, `--plain` adds our own model without kernels, and `--profile` shows which
+kernels take the most time.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -82,11 +84,11 @@ def measure(title: str, batch: int, step: Callable[[], Tensor], profile: bool) -
         event.record()
     host = (time.perf_counter() - start) / STEPS * 1000
     torch.cuda.synchronize()
-    ms = statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    ms = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
     memory = torch.cuda.max_memory_allocated() / 2**30
     print(
-        f"{title:34s} batch {batch} {ms:7.1f} ms {batch / ms * 1000:7.0f} images/s {memory:5.1f} GiB   host {host:.0f} ms"
-        f"   first step {first:.1f} s   loss {loss.item():.3f}",
+        f"{title:30s} batch {batch} {ms:7.1f} ms {batch / ms * 1000:7.0f} images/s {memory:5.1f} GiB"
+        f"  host {host:.0f} ms  first step {first:.1f} s  loss {loss.item():.3f}",
         flush=True,
     )
     if profile:
@@ -105,13 +107,14 @@ def show_kernels(step: Callable[[], Tensor]) -> None:
     rows = sorted(trace.key_averages(), key=lambda row: -row.self_device_time_total)
     for row in rows[:45]:
         print(f"  {row.self_device_time_total / 3000:8.3f} ms {row.count // 3:5d}x  {row.key[:90]}")
-    print(f"  {sum(row.self_device_time_total for row in rows) / 3000:8.3f} ms in all, {sum(r.count for r in rows) // 3}")
+    total = sum(row.self_device_time_total for row in rows) / 3000
+    print(f"  {total:8.3f} ms in all, {sum(row.count for row in rows) // 3} launches", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", default=list(SIZES))
-    for option in ("--peer", "--plain", "--profile"):
+    for option in ("--peer", "--only-peer", "--plain", "--profile"):
         parser.add_argument(option, action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -119,6 +122,9 @@ def main() -> None:
         return
     for size in given.sizes:
         own, peer, batch = SIZES[size]
+        if given.only_peer:
+            measure(f"open_clip {peer}, compiled", batch, peer_step(peer, batch), given.profile)
+            continue
         speed = measure(own, batch, own_step(own, batch, kernels=True), given.profile)
         if given.plain:
             measure(f"{own}, no kernels", batch, own_step(own, batch, kernels=False), given.profile)
