@@ -88,3 +88,30 @@ def test_launch_on_cpus_beside_a_file_for_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "RWKVCLIP_DEVICE=cpu " in done.stdout
     assert "--nproc-per-node 2 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "typed", "expected"),
+    [
+        ("", [], None),
+        ("", ["--compile"], True),
+        ("", ["--no-compile"], False),
+        ("compile = true", [], True),
+        ("compile = false", [], False),
+        ("compile = true", ["--no-compile"], False),
+        ("compile = false", ["--compile"], True),
+    ],
+)
+def test_a_switch_has_a_word_for_on_and_for_off(
+    settings: str, typed: list[str], expected: bool | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(f"[bench]\n{settings}\n")
+    assert cli.parse("bench", ["--config", str(file), *typed]).compile is expected
+
+
+def test_a_switch_of_the_file_is_true_or_false(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('[train]\ncompile = "yes"\n')
+    with pytest.raises(UsageError, match=r"compile must be true or false; got 'yes'"):
+        config.read_config(file)

@@ -75,7 +75,7 @@ class Report:
             *(_wkv6_line(row) for row in self.wkv6),
             "",
             f"loss     {self.loss.ms:,.2f} ms forward and backward, {_scores(self.loss)}",
-            f"step     {step.ms:,.1f} ms, {step.images_per_s:,.0f} images/s, {step.peak_memory_gib:.2f} GiB at the peak, "
+            f"step     {step.ms:,.1f} ms, {step.images_per_s:,.0f} images/s, {step.peak_memory_gib:.2f} GiB at the peak"
             f"{_mfu(step)}; the first took {step.first_s:.1f} s",
             f"loader   {self.loader.images_per_s:,.0f} images/s, {self.loader.threads} threads, "
             f"{self.loader.record_bytes:,.0f} bytes a record, {_source(self.loader)}",
@@ -101,7 +101,7 @@ def _scores(loss: LossFigures) -> str:
 
 
 def _mfu(step: StepFigures) -> str:
-    return "MFU not known" if step.mfu is None else f"MFU {100 * step.mfu:.1f} %"
+    return "" if step.mfu is None else f", MFU {100 * step.mfu:.1f} %"
 
 
 def _source(loader: LoaderFigures) -> str:

@@ -7,7 +7,6 @@ Legend: B batch, S image side, T tokens, C channels; module and parameter names 
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,6 @@ class PatchEmbed(nn.Module):
             return self._as_product(images), (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         tokens = self.projection(images)
         return tokens.flatten(2).transpose(1, 2), (tokens.shape[2], tokens.shape[3])
-
 
     def _as_product(self, images: Tensor) -> Tensor:
         """The convolution as what it is where patches do not overlap: one matrix product."""
@@ -194,8 +192,13 @@ def _run(tower: ImageTower | TextTower, block: nn.Module, x: Tensor, shift: Shif
         from rwkvclip_cli.model.fused import fused_block, supported
 
         if isinstance(block, Block) and supported(block, x):
-            run = partial(fused_block, block, dtype=compute_dtype(x))
+            # By position, as a block and `checkpoint` take them.
+            own, dtype = block, compute_dtype(x)
+
+            def run(x: Tensor, shift: Shift, draws: Tensor | None) -> Tensor:
+                return fused_block(own, x, shift, dtype, draws)
+
     if tower.checkpoint_blocks and tower.training:
         result: Tensor = checkpoint(run, x, shift, draws, use_reentrant=False)
         return result
-    return run(x, shift, drop_path_uniform=draws)  # type: ignore[call-arg]
+    return run(x, shift, draws)

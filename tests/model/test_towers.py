@@ -256,3 +256,25 @@ def test_bf16_training_step_on_a_gpu() -> None:
         image, text, scale = model(*inputs, drop_path_uniform=draws.cuda())
     (scale * (image * text).sum()).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_use_kernels_reaches_both_towers_and_every_attention() -> None:
+    model = small()
+    places = [model.image_model, model.text_model, *(block.att for block in model.image_model.layers)]
+    places += [block.att for block in model.text_model.blocks]
+    assert len(places) == 2 + 2 + 2
+    assert all(place.kernels for place in places)
+    model.use_kernels(False)
+    assert not any(place.kernels for place in places)
+
+
+@pytest.mark.gpu
+def test_recomputed_fused_blocks_give_the_same_gradients() -> None:
+    found = []
+    for with_cp in (False, True):
+        model = small(with_cp=with_cp, drop_path_rate=0.4).cuda().train()
+        draws = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(3)).cuda()
+        image, text, _ = model(images().cuda(), tokens().cuda(), drop_path_uniform=draws)
+        (image * text).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -1,6 +1,7 @@
 """Whole runs on CPU ranks: they learn, they resume bit for bit, they stop when asked."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -331,3 +332,79 @@ def test_a_deterministic_gpu_run_resumes_bit_for_bit(folder: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert exact_part(parts) == exact_part(whole)
     assert same_weights(whole, parts)
+
+
+def test_recomputed_blocks_are_the_same_run(folder: Path) -> None:
+    train(config(folder, "kept", precision="bf16"))
+    shutil.copytree(folder / "kept", folder / "recomputed")
+    shutil.rmtree(checkpoint.checkpoint_path(folder / "recomputed", STEPS))
+    # It goes on behind step 8, where blocks were kept.
+    done = train(config(folder, "recomputed", precision="bf16", grad_checkpointing=True))
+    assert done.step == STEPS
+    assert exact_part(folder / "recomputed") == exact_part(folder / "kept")
+    assert same_weights(folder / "kept", folder / "recomputed")
+
+
+def test_blocks_are_recomputed_where_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rwkvclip_cli.model import towers
+
+    calls = []
+    inner = towers.checkpoint
+    monkeypatch.setattr(towers, "checkpoint", lambda *given, **named: calls.append(1) or inner(*given, **named))
+    train(config(folder, "counted-kept", epochs=1))
+    assert not calls
+    train(config(folder, "counted-recomputed", epochs=1, grad_checkpointing=True))
+    assert len(calls) == (2 + 6) * (2 + 2)  # warm-up passes and steps, layers of both towers
+
+
+def test_a_cpu_rank_cannot_compile_and_says_nothing_of_kernels(folder: Path) -> None:
+    done = run_cli(*options(folder, "compiled", 1, "--compile"), env={"RWKVCLIP_DEVICE": "cpu"})
+    assert done.returncode == 3
+    assert "--compile: the fused kernels need an NVIDIA GPU" in done.stderr
+    assert "try: --no-compile" in done.stderr
+    done = run_cli(*options(folder, "compiled", 1, "--no-compile", "--epochs", "1"), env={"RWKVCLIP_DEVICE": "cpu"})
+    assert done.returncode == 0
+    assert "kernels" not in done.stderr
+
+
+def test_the_loss_is_chunked_where_all_scores_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rwkvclip_cli.train import loop, losses
+
+    chunks: list[Any] = []
+    inner = losses.LOSSES["clip"]
+
+    def watched(*inputs: Any, chunk_size: int | None, kernels: bool) -> Any:
+        chunks.append((chunk_size, kernels))
+        return inner(*inputs, chunk_size=chunk_size, kernels=kernels)
+
+    monkeypatch.setitem(losses.LOSSES, "clip", watched)
+    train(config(folder, "whole-scores", epochs=1))
+    assert set(chunks) == {(None, False)}
+    chunks.clear()
+    sizes: list[tuple[int, int]] = []
+    monkeypatch.setattr(loop, "suggested_chunk", lambda rows, columns: sizes.append((rows, columns)) or 3)
+    train(config(folder, "chunked-scores", epochs=1))
+    assert set(chunks) == {(3, False)}
+    assert set(sizes) == {(8, 8)}
+    one, other = ([line["loss"] for line in lines(folder / name)] for name in ("whole-scores", "chunked-scores"))
+    assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["--compile", "--no-compile"])
+def test_a_gpu_run_says_what_it_compiled(folder: Path, tmp_path: Path, switch: str) -> None:
+    for attempt in ("first", "second"):
+        arguments = options(folder, f"gpu{switch}-{attempt}", 1, switch, "--precision", "bf16")
+        done = run_cli(*arguments, env={"TRITON_CACHE_DIR": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+        (line,) = (line for line in done.stderr.splitlines() if "kernels compiled" in line)
+        counts = re.match(
+            r"(\d+) kernels compiled, (\d+) read from disk; warm-up [\d.]+ s, first step done after", line
+        )
+        assert counts
+        compiled, read = map(int, counts.groups())
+        if switch == "--no-compile":
+            assert (compiled, read) == (0, 0)
+        else:
+            assert compiled > 0 if attempt == "first" else (compiled == 0 and read > 0)
+        assert "after the warm-up" not in done.stderr
