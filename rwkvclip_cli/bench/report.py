@@ -51,12 +51,13 @@ class Report:
     def sentence(self) -> str:
         """Which part is the bottleneck, and where the step's time goes."""
         loader, step = (f"{part.images_per_s:,.0f}" for part in (self.loader, self.step))
-        wkv6, loss, rest = (f"{100 * share:.0f} %" for share in self.shares.values())
+        wkv6, loss = (round(100 * self.shares[part]) for part in ("wkv6", "loss"))
+        rest = max(0, 100 - wkv6 - loss)  # so that what people add up is a hundred
         if self.slowest == "loader":
             verdict = f"the loader, at {loader} images/s where the step could take {step}"
         else:
             verdict = f"the step, at {step} images/s where the loader could give {loader}"
-        return f"bottleneck: {verdict}; of the step's time WKV6 takes {wkv6}, the loss {loss}, the rest {rest}"
+        return f"bottleneck: {verdict}; of the step's time WKV6 takes {wkv6} %, the loss {loss} %, the rest {rest} %"
 
     def document(self) -> dict[str, Any]:
         """All of it, for JSON; times in milliseconds unless their name says otherwise."""

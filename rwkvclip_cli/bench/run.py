@@ -71,6 +71,8 @@ def bench(options: BenchConfig) -> Report:
             bar.advance(1)
             loss = measure_loss(setup)
             bar.advance(1)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # DALI takes its memory from the device, not from what torch keeps back
             loader = _loader(options, setup, packed, Path(folder))
             bar.advance(1)
     return Report(

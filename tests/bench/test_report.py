@@ -56,6 +56,14 @@ def test_the_slower_of_loader_and_step_is_named() -> None:
     assert starved.sentence.startswith("bottleneck: the loader, at 900 images/s where the step could take 6,400; of")
 
 
+def test_percentages_add_up_to_a_hundred() -> None:
+    # 32.6, 0.7 and 66.7 would round to 101.
+    odd = replace(REPORT, wkv6=[replace(REPORT.wkv6[0], layers=1, forward_ms=16.08, backward_ms=10.0)])
+    odd = replace(odd, loss=LossFigures(ms=0.56, chunk_size=None))
+    assert odd.shares == pytest.approx({"wkv6": 0.326, "loss": 0.007, "rest": 0.667})
+    assert odd.sentence.endswith("WKV6 takes 33 %, the loss 1 %, the rest 66 %")
+
+
 def test_text() -> None:
     assert REPORT.text().splitlines() == [
         "rwkv-clip-b32, 149,651,841 parameters, 512 pairs a step, bf16, fused kernels",
