@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rwkvclip_cli.model import RwkvClip, blocks, build_model, load_reference_state, towers
+from rwkvclip_cli.model import RwkvClip, blocks, build_model, load_reference_state, shift
 from rwkvclip_cli.model.wkv6 import wkv6
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -163,16 +163,16 @@ def shifts_over_all_channels(model: RwkvClip, patch: pytest.MonkeyPatch) -> None
 
 
 def text_shift_reversed(model: RwkvClip, patch: pytest.MonkeyPatch) -> None:
-    right = towers.shift_text
-    patch.setattr(towers, "shift_text", lambda x, heads: right(x.flip(1), heads).flip(1))
+    right = shift.shift_text
+    patch.setattr(shift, "shift_text", lambda x, heads: right(x.flip(1), heads).flip(1))
 
 
 def bonus_twice(model: RwkvClip, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocks, "wkv6", lambda r, k, v, w, u: wkv6(r, k, v, w, 2 * u))
+    patch.setattr(blocks, "wkv6", lambda r, k, v, w, u, **_: wkv6(r, k, v, w, 2 * u))
 
 
 def no_bonus(model: RwkvClip, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocks, "wkv6", lambda r, k, v, w, u: wkv6(r, k, v, w, 0 * u))
+    patch.setattr(blocks, "wkv6", lambda r, k, v, w, u, **_: wkv6(r, k, v, w, 0 * u))
 
 
 def no_positions(model: RwkvClip, patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ from rwkvclip_cli.model.wkv6_matrix import seams, wkv6_matrix
 
 CASES = torch.load(Path(__file__).parent.parent / "golden" / "wkv6_cases.pt", weights_only=True)["cases"]
 NAMES = ("r", "k", "v", "w", "u")
+# Kernels take float32 and 16-bit tensors on a GPU; test_wkv6_triton.py has them, interpreted, on the CPU.
+PLAIN = [row for row in IMPLEMENTATIONS if row.takes(torch.zeros(1, 1, 1, 16))]
+every_plain_implementation = pytest.mark.parametrize("row", PLAIN, ids=[row.name for row in PLAIN])
 every_implementation = pytest.mark.parametrize("row", IMPLEMENTATIONS, ids=[row.name for row in IMPLEMENTATIONS])
 
 
@@ -41,7 +44,7 @@ def relative_l2(value: Tensor, reference: Tensor) -> float:
     return ((value.double() - reference).norm() / reference.norm().clamp_min(1e-30)).item()
 
 
-@every_implementation
+@every_plain_implementation
 @pytest.mark.parametrize("case", CASES, ids=[f"T{case['T']}H{case['H']}N{case['N']}" for case in CASES])
 def test_recorded_cases(case: dict[str, Any], row: Implementation) -> None:
     shape = (case["B"], case["T"], case["H"], case["N"])
@@ -94,13 +97,13 @@ def test_all_small_sizes_against_the_loop(length: int) -> None:
         assert relative_l2(value, reference) < 1e-12
 
 
-@every_implementation
+@every_plain_implementation
 def test_gradients_by_finite_differences(row: Implementation) -> None:
     inputs = [x.requires_grad_() for x in random_inputs(2, 5, 2, 3, raw_decay=(-2.0, 1.0))]
     assert torch.autograd.gradcheck(row.function, inputs)
 
 
-@every_implementation
+@every_plain_implementation
 @pytest.mark.parametrize("raw_decay", [(-8.0, 3.0), (2.5, 3.0), (-8.0, -7.5)])
 def test_extreme_decays(raw_decay: tuple[float, float], row: Implementation) -> None:
     inputs = random_inputs(1, 77, 2, 16, raw_decay)
@@ -125,7 +128,7 @@ def test_decays_beyond_floating_point() -> None:
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@every_implementation
+@every_plain_implementation
 def test_the_ends_decays_count_for_nothing(row: Implementation) -> None:
     inputs = [x.float() for x in random_inputs(2, 21, 2, 8)]
     grad_w = run(row.function, inputs, torch.randn_like(inputs[0]))[4]
@@ -134,7 +137,7 @@ def test_the_ends_decays_count_for_nothing(row: Implementation) -> None:
     assert grad_w[:, 1:-1].all()
 
 
-@every_implementation
+@every_plain_implementation
 def test_value_gradient_is_the_forward_with_r_and_k_exchanged(row: Implementation) -> None:
     r, k, v, w, u = random_inputs(2, 21, 2, 8)
     grad_y = torch.randn_like(v)
@@ -142,7 +145,7 @@ def test_value_gradient_is_the_forward_with_r_and_k_exchanged(row: Implementatio
     torch.testing.assert_close(grad_v, row.function(k, r, grad_y, w, u))
 
 
-@every_implementation
+@every_plain_implementation
 def test_bfloat16_inputs_are_summed_in_float32(row: Implementation) -> None:
     r, k, v, w, u = random_inputs(2, 77, 2, 16)
     r, k, v = (x.bfloat16() for x in (r, k, v))
@@ -165,7 +168,7 @@ def test_autocast_leaves_the_sums_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
 
 
-@every_implementation
+@every_plain_implementation
 def test_empty_batch(row: Implementation) -> None:
     inputs = random_inputs(0, 7, 2, 4)
     y, *gradients = run(row.function, inputs, torch.empty(0, 7, 2, 4))
@@ -174,7 +177,7 @@ def test_empty_batch(row: Implementation) -> None:
     assert not gradients[4].any()
 
 
-@every_implementation
+@every_plain_implementation
 def test_strided_inputs_and_gradients(row: Implementation) -> None:
     inputs = random_inputs(3, 10, 2, 4)
     grad_y = torch.randn_like(inputs[0])
@@ -186,7 +189,7 @@ def test_strided_inputs_and_gradients(row: Implementation) -> None:
         torch.testing.assert_close(a, b)
 
 
-@every_implementation
+@every_plain_implementation
 def test_repeats_bit_for_bit(row: Implementation) -> None:
     inputs = [x.float() for x in random_inputs(2, 33, 2, 8)]
     grad_y = torch.randn_like(inputs[0])

@@ -1,0 +1,119 @@
+"""Products of tiles with float32 sums, exact beyond the rounding of 16-bit results: operands as pairs of 16-bit parts.
+
+>>> high, low = parts(x, FULL=False)
+>>> total = dot_parts(a_high, a_low, b_high, b_low, total, FULL=False)
+
+A float32 number is the sum of two bfloat16 ones to 16 bits, so three fast products stand for one of float32 operands.
+FULL, for float32 tensors, takes the operands as they are; the matrix units then have no part in it.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot_16(a, b, total):
+    """a @ b + total for operands of 16 bits."""
+    if INTERPRETED:  # whose own dot takes bfloat16's bits for integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def split(x):
+    """x as the sum of two bfloat16 numbers: its upper 16 bits, and what they leave out."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def parts(x, FULL: tl.constexpr):
+    """The two operands that stand for x; with FULL the first alone does."""
+    if FULL:
+        return x, x
+    else:
+        return split(x)
+
+
+@triton.jit
+def dot_parts(a_high, a_low, b_high, b_low, total, FULL: tl.constexpr):
+    """a @ b + total of two tensors' parts."""
+    if FULL:
+        return tl.dot(a_high, b_high, total, input_precision="ieee")
+    else:
+        total = _dot_16(a_high, b_high, total)
+        return _dot_16(a_high, b_low, _dot_16(a_low, b_high, total))
+
+
+@triton.jit
+def dot_across(a_high, a_low, b_high, b_low, total, FULL: tl.constexpr):
+    """a @ b^T + total of two tensors' parts."""
+    return dot_parts(a_high, a_low, tl.trans(b_high), tl.trans(b_low), total, FULL)
+
+
+@triton.jit
+def dot_parts_stored(high, low, b, total, FULL: tl.constexpr):
+    """a @ b + total for the parts of a and for b as it lies in memory: bfloat16 is exact as it is."""
+    if b.dtype == tl.bfloat16:
+        return _dot_16(low, b, _dot_16(high, b, total))
+    else:
+        b_high, b_low = parts(b.to(tl.float32), FULL)
+        return dot_parts(high, low, b_high, b_low, total, FULL)
+
+
+@triton.jit
+def dot_stored(a, b, total, FULL: tl.constexpr):
+    """a @ b + total for a and b as they lie in memory: products of 16-bit numbers are exact."""
+    if a.dtype == b.dtype and a.dtype != tl.float32:
+        return _dot_16(a, b, total)
+    else:
+        a_high, a_low = parts(a.to(tl.float32), FULL)
+        b_high, b_low = parts(b.to(tl.float32), FULL)
+        return dot_parts(a_high, a_low, b_high, b_low, total, FULL)
+
+
+@triton.jit
+def weighed(weights, x, total, FULL: tl.constexpr):
+    """weights @ x + total, precise to 2^-11 of each summand; float16 holds the `weights` exactly."""
+    if FULL:
+        return tl.dot(weights, x, total, input_precision="ieee")
+    else:
+        return _dot_16(weights.to(tl.float16), x.to(tl.float16), total)
+
+
+@triton.jit
+def counted(selection, x, total, FULL: tl.constexpr):
+    """selection @ x + total, where `selection` holds truth values; precise to 2^-11 of each summand."""
+    return weighed(selection.to(tl.float32), x, total, FULL)
+
+
+@triton.jit
+def counted_exactly(selection, x, FULL: tl.constexpr):
+    """selection @ x for x of any range: 16 bits of x's precision at least."""
+    if FULL:
+        return tl.dot(selection.to(tl.float32), x, input_precision="ieee")
+    else:
+        ones = selection.to(tl.float32).to(tl.bfloat16)
+        high, low = split(x)
+        return _dot_16(ones, low, _dot_16(ones, high, None))
+
+
+@triton.jit
+def store_parts(high_pointer, low_pointer, where, x, FULL: tl.constexpr):
+    """Keep x in memory as its parts."""
+    high, low = parts(x, FULL)
+    tl.store(high_pointer + where, high)
+    if not FULL:
+        tl.store(low_pointer + where, low)
+
+
+@triton.jit
+def load_parts(high_pointer, low_pointer, where, FULL: tl.constexpr):
+    """What `store_parts` kept."""
+    x = tl.load(high_pointer + where).to(tl.float32)
+    if not FULL:
+        x += tl.load(low_pointer + where).to(tl.float32)
+    return x
