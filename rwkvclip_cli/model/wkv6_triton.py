@@ -24,7 +24,6 @@ from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
 from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK
 from rwkvclip_cli.model.wkv6_kernels.forward import forward_kernel
 
-
 TOKENS: int = CHUNK.value
 
 
