@@ -54,7 +54,7 @@ class Kept(NamedTuple):
     """(L, C): the heads' outputs, float32 where the compute type is float16."""
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """The branch's matrices in the compute type."""
 
     square: Tensor
@@ -66,7 +66,7 @@ class _Weights(NamedTuple):
     decay_out: Tensor
 
     @classmethod
-    def of(cls, parameters: Parameters, dtype: torch.dtype) -> "_Weights":
+    def of(cls, parameters: Parameters, dtype: torch.dtype) -> "Weights":
         matrices = ("output.weight", "time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2")
         others = [parameters[f"att.{name}"] for name in matrices]
         squares = [parameters[name] for name in SQUARE]
@@ -76,9 +76,11 @@ class _Weights(NamedTuple):
         return cls(square, *copies)
 
 
-def forward(x: Tensor, parameters: Parameters, eps: Eps, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Kept]:
+def forward(
+    x: Tensor, parameters: Parameters, eps: Eps, layout: Layout, dtype: torch.dtype
+) -> tuple[Tensor, Kept, Weights]:
     """The change (L, C), in `dtype`, that the branch makes to x (L, C) float32."""
-    weights = _Weights.of(parameters, dtype)
+    weights = Weights.of(parameters, dtype)
     normed = add_norm(x, parameters["ln1.weight"], parameters["ln1.bias"], eps.ln1, dtype, layout).normed
     (x_x,) = mix((parameters["att.time_maa_x"],), normed, layout)
     inner = torch.mm(x_x, weights.mix_in).tanh_()
@@ -94,7 +96,7 @@ def forward(x: Tensor, parameters: Parameters, eps: Eps, layout: Layout, dtype: 
     r, k, v, w = _by_head(layout, _wide(r), k, v, w)
     y = wkv6_triton.forward(r, k, v, w, u, base).view(x.shape)
     z = head_gate(y, g, parameters["att.ln_x.weight"], parameters["att.ln_x.bias"], eps.heads, layout)
-    return torch.mm(z, weights.output.t()), Kept(inner, decay_inner, kvrg, y)
+    return torch.mm(z, weights.output.t()), Kept(inner, decay_inner, kvrg, y), weights
 
 
 def backward(
@@ -102,6 +104,7 @@ def backward(
     grad_total: Tensor,
     x: Tensor,
     kept: Kept,
+    weights: Weights,
     parameters: Parameters,
     needed: frozenset[str],
     eps: Eps,
@@ -114,7 +117,6 @@ def backward(
         grad_total: gradient (L, C) float32 of x from all beside this branch.
     """
     dtype = kept.kvrg.dtype
-    weights = _Weights.of(parameters, dtype)
     k, v, r, g = kept.kvrg
     grads: dict[str, Tensor] = {}
     grad_kvrg = torch.empty_like(kept.kvrg)

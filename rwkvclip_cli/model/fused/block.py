@@ -7,7 +7,9 @@ between the products is float32. The backward pass recomputes the norms and the 
 them. Gradients of parameters are float32, summed in a fixed order.
 """
 
+import operator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ def fused_block(
         keep = first, second
     eps = Eps(block.ln1.eps, block.att.ln_x.eps, block.ln2.eps)
     call = _Call(block.ffn.kind, eps, Layout.of(x, shift.heads, shift.grid), dtype)
-    result: Tensor = _FusedBlock.apply(call, x, *keep, *(block.get_parameter(name) for name in call.names))
+    result: Tensor = _FusedBlock.apply(call, x, *keep, *operator.attrgetter(*call.names)(block))
     return result
 
 
@@ -83,12 +85,13 @@ class _FusedBlock(torch.autograd.Function):
         parameters = dict(zip(call.names, tensors, strict=True))
         stream = x.contiguous().view(-1, call.layout.width)
         with torch.autocast(x.device.type, enabled=False):
-            change, att = attention.forward(stream, parameters, call.eps, call.layout, call.dtype)
-            out, ffn = channels.forward(
+            change, att, att_weights = attention.forward(stream, parameters, call.eps, call.layout, call.dtype)
+            out, ffn, ffn_weights = channels.forward(
                 stream, change, (keep_1, keep_2), parameters, call.kind, call.eps, call.layout, call.dtype
             )
         ctx.call = call
-        ctx.save_for_backward(stream, keep_1, keep_2, *att, *ffn, *tensors)
+        # The copies of the matrices are kept too: a few hundred MiB in all, where casting again would cost time.
+        ctx.save_for_backward(stream, keep_1, keep_2, *att, *att_weights, *ffn, *ffn_weights, *tensors)
         return out.view(x.shape)
 
     @staticmethod
@@ -96,17 +99,21 @@ class _FusedBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         stream, keep_1, keep_2, *saved = ctx.saved_tensors
-        att, ffn = attention.Kept(*saved[:4]), channels.Kept(*saved[4:8])
-        parameters = dict(zip(call.names, saved[8:], strict=True))
+        rest = iter(saved)
+        att = attention.Kept(*islice(rest, len(attention.Kept._fields)))
+        att_weights = attention.Weights(*islice(rest, len(attention.Weights._fields)))
+        ffn = channels.Kept(*islice(rest, len(channels.Kept._fields)))
+        ffn_weights = channels.Weights(*islice(rest, len(channels.Weights._fields)))
+        parameters = dict(zip(call.names, rest, strict=True))
         needs = ctx.needs_input_grad[4:]
         needed = frozenset(name for name, need in zip(call.names, needs, strict=True) if need)
         with torch.autocast(grad.device.type, enabled=False):
             grad_total, grad_change, grads = channels.backward(
-                grad.contiguous().view(stream.shape), ffn, (keep_1, keep_2), parameters, needed, call.kind, call.eps,
-                call.layout,
+                grad.contiguous().view(stream.shape), ffn, ffn_weights, (keep_1, keep_2), parameters, needed,
+                call.kind, call.eps, call.layout,
             )  # fmt: skip
             grad_x, more = attention.backward(
-                grad_change, grad_total, stream, att, parameters, needed, call.eps, call.layout
+                grad_change, grad_total, stream, att, att_weights, parameters, needed, call.eps, call.layout
             )
         grads.update(more)
         of_parameters = (grads[name].view(parameters[name].shape) if name in needed else None for name in call.names)

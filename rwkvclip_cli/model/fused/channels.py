@@ -40,6 +40,14 @@ class Kept(NamedTuple):
     """(L, C): what the gate lets through."""
 
 
+class Weights(NamedTuple):
+    """The branch's matrices in the compute type."""
+
+    key: Tensor
+    value: Tensor
+    receptance: Tensor
+
+
 def names(kind: Kind) -> tuple[str, ...]:
     """The branch's parameters."""
     return ("ln2.weight", "ln2.bias", *SHARES[kind], *MATRICES)
@@ -54,9 +62,10 @@ def forward(
     eps: Eps,
     layout: Layout,
     dtype: torch.dtype,
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Kept, Weights]:
     """The first branch's change added to x (L, C) float32, and this branch's to the sum; float32."""
-    key, value, receptance = cast([parameters[name] for name in MATRICES], dtype)
+    weights = Weights(*cast([parameters[name] for name in MATRICES], dtype))
+    key, value, receptance = weights
     total, normed, _, _ = add_norm(
         x, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout, change, keep[0]
     )
@@ -66,12 +75,13 @@ def forward(
     openness = torch.mm(x_r, receptance.t())
     del x_r
     through = torch.mm(squared, value.t())
-    return gated_sum(total, openness, through, keep[1], layout), Kept(total, squared, openness, through)
+    return gated_sum(total, openness, through, keep[1], layout), Kept(total, squared, openness, through), weights
 
 
 def backward(
     grad: Tensor,
     kept: Kept,
+    weights: Weights,
     keep: Keep,
     parameters: Parameters,
     needed: frozenset[str],
@@ -84,7 +94,7 @@ def backward(
     Last come the gradients of the parameters among `needed` (others may be there too).
     """
     dtype = kept.value.dtype
-    key, value, receptance = cast([parameters[name] for name in MATRICES], dtype)
+    key, value, receptance = weights
     grads: dict[str, Tensor] = {}
     grad_openness, grad_value = gated_sum_backward(grad, kept.openness, kept.value, keep[1], layout)
     if "ffn.value.weight" in needed:
