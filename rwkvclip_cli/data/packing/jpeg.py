@@ -12,6 +12,7 @@ from rwkvclip_cli.data.packing.samples import BadImage
 
 SOI, EOI, SOS = 0xD8, 0xD9, 0xDA  # ITU-T T.81, table B.1
 RST0, RST7 = 0xD0, 0xD7
+MOST_SCANS = 100  # a progressive picture of a camera or an editor has about ten
 SCAN_DATA = 0  # what `segments` yields for the entropy-coded data behind an SOS; no marker has this code
 
 # The marker that ends entropy-coded data: not a stuffed zero, not a restart marker, not a fill byte.
@@ -55,6 +56,21 @@ def is_common_jpeg(data: bytes) -> bool:
     except BadImage:
         return True
     return frame <= 0xC2
+
+
+def check_scans(data: bytes) -> None:
+    """Raise BadImage for a JPEG of more than MOST_SCANS scans: a few kilobytes of them keep a decoder for minutes."""
+    # Counted in one sweep, it can only be too many: thumbnails have scans of their own.
+    if data.count(bytes([0xFF, SOS])) <= MOST_SCANS:
+        return
+    scans = 0
+    try:
+        for marker, _, _ in segments(data):
+            scans += marker == SOS
+    except BadImage:
+        pass  # what is out of place is for others to judge; the scans before it count
+    if scans > MOST_SCANS:
+        raise BadImage("too-many-scans", f"{scans:,} scans; at most {MOST_SCANS} are decoded")
 
 
 def lengthen_scans(data: bytes) -> bytes:

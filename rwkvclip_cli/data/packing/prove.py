@@ -12,7 +12,7 @@ import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.data.packing.images import RGB, Header, encode_jpeg, read_header, read_rgb, shrink
-from rwkvclip_cli.data.packing.jpeg import is_common_jpeg, lengthen_scans, walk_jpeg
+from rwkvclip_cli.data.packing.jpeg import check_scans, is_common_jpeg, lengthen_scans, walk_jpeg
 from rwkvclip_cli.data.packing.samples import BadImage
 
 KEPT = "kept"
@@ -141,6 +141,8 @@ def prepare(
     for index, data in enumerate(pictures):
         try:
             header = read_header(data, options.max_pixels)
+            if header.is_jpeg:
+                check_scans(data)
         except BadImage as fault:
             results[index] = fault
             continue

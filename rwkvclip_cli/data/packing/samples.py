@@ -20,6 +20,7 @@ REASONS = {
     "unreadable-image": "no picture format that can be read, or damaged",
     "truncated-image": "the image's bytes end early, or the data of one of its scans does",
     "too-many-pixels": "more pixels than --max-pixels",
+    "too-many-scans": "a JPEG of more than 100 scans: every one costs a decoder a pass over the whole picture",
     "too-large": "more bytes, or a longer side, than a record or a JPEG holds",
     "not-faithful": "no JPEG comes within 2 of 255 of the picture, or DALI sees other pixels in it",
     "bad-structure": "JPEG markers out of place (--proof structure) and no reader that mends it",

@@ -30,6 +30,8 @@ from rwkvclip_cli.data.packing.samples import (
 
 MAGIC_BYTES = 6
 BLOCK = tarfile.BLOCKSIZE
+MAX_SPARSE_BYTES = 2**26
+"""Of a file that a tar stores without its zeros: a few kilobytes there can claim any size."""
 
 # Suffixes of pictures, readable or not: one that no reader knows is to become a reject, not to vanish.
 IMAGE_SUFFIXES = frozenset(
@@ -155,11 +157,13 @@ def _add(
             group.fault = Reject(
                 source, "unreadable-image", f"{source} is a link; pack the tar with --hard-dereference"
             )
-        elif info.size > MAX_IMAGE_BYTES:
-            group.fault = Reject(source, "too-large", f"{source}: {info.size:,} bytes, at most {MAX_IMAGE_BYTES:,}")
+        elif info.size > (most := MAX_SPARSE_BYTES if info.issparse() else MAX_IMAGE_BYTES):
+            group.fault = Reject(source, "too-large", f"{source}: {info.size:,} bytes, at most {most:,}")
         else:
             group.data = _read(tar, info)
-    elif kind and kind not in group.sidecars and info.isreg() and info.size <= MAX_SIDECAR_BYTES:
+    elif (
+        kind and kind not in group.sidecars and info.isreg() and not info.issparse() and info.size <= MAX_SIDECAR_BYTES
+    ):
         group.sidecars[kind] = Sidecar(kind, _read(tar, info))
 
 

@@ -1,6 +1,7 @@
 """Pictures become JPEG that DALI decodes to what the careful reader sees; the awkward ones are files of this folder."""
 
 import io
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -188,3 +189,22 @@ def test_large_pictures_are_taken_a_few_at_a_time(monkeypatch):
     prepare([encode_jpeg(smooth(seed), 90) for seed in range(7)], ImageOptions(), Watching())
     assert max(counts) == 3
     assert sum(counts) == 7
+
+
+def test_a_jpeg_of_very_many_scans_is_not_decoded(monkeypatch):
+    buffer = io.BytesIO()
+    Image.fromarray(smooth()).save(buffer, "JPEG", progressive=True)
+    jpeg = buffer.getvalue()
+    last = jpeg.rindex(b"\xff\xda")
+    bomb = jpeg[:last] + jpeg[last:-2] * 200 + jpeg[-2:]
+    # The same bytes in a comment are no scans.
+    remark = jpeg[:2] + b"\xff\xfe" + (402).to_bytes(2, "big") + b"\xff\xda" * 200 + jpeg[2:]
+    decoded = []
+    monkeypatch.setattr(
+        "rwkvclip_cli.data.packing.prove.read_rgb",
+        lambda data, most: decoded.append(len(data)) or read_rgb(data, most),
+    )
+    results = prepare([bomb, jpeg, remark], ImageOptions())
+    assert [outcome(result) for result in results] == ["reject:too-many-scans", KEPT, KEPT]
+    assert len(bomb) not in decoded
+    assert re.match(r"20\d scans; at most 100", str(results[0].message))

@@ -190,3 +190,24 @@ def test_headers_that_loop_or_claim_too_much_end_the_tar_with_one_reject(tmp_pat
     assert isinstance(found[-1], Reject)
     assert found[-1].reason == "damaged-tar"
     assert f"at byte {len(whole):,}" in found[-1].message
+
+
+def test_a_sparse_file_that_claims_gigabytes_costs_none(tmp_path):
+    # 1 GiB of zeros in one block: a list of no data segments, and the size that the whole file has.
+    headers = {
+        f"GNU.sparse.{key}": value for key, value in {"major": "1", "minor": "0", "realsize": str(2**30)}.items()
+    }
+    with tarfile.open(tmp_path / "t.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content, extra in (
+            ("0.jpg", b"0\n".ljust(512, b"\0"), headers), ("0.txt", b"a cat", {}), ("1.jpg", b"J", {}),
+            ("1.txt", b"0\n".ljust(512, b"\0"), headers),
+        ):  # fmt: skip
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(content), extra
+            archive.addfile(info, io.BytesIO(content))
+    tracemalloc.start()
+    found = list(read_tar(str(tmp_path / "t.tar")))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [item.reason for item in found if isinstance(item, Reject)] == ["too-large", "missing-caption"]
+    assert peak < 2**20
