@@ -192,6 +192,9 @@ class TrainConfig(Options):
     compile: bool | None = option(None, COMPILE_HELP)
     grad_checkpointing: bool = option(False, CHECKPOINTING_HELP)
     log_every: int = option(10, "Steps between log lines; the loss is read from the device only then.", minimum=1)
+    max_skipped: int = option(
+        100, "Stop with an error once this many steps in a row had no finite gradients and were left out.", minimum=1
+    )
     save_every_steps: int | None = option(None, "Steps between checkpoints (default: once an epoch).", minimum=1)
     keep: int = option(3, "Newest checkpoints to keep.", minimum=1)
     resume: str = option("auto", "auto continues from the newest checkpoint, none starts anew, or a checkpoint folder.")

@@ -44,6 +44,7 @@ class LoaderSpec:
     threads: int = 1
     seed: int = 0
     num_samples: int | None = None  # records an epoch, before rounding down to whole global batches
+    vocab_size: int | None = None  # of the model: token ids of records are held to it
 
 
 @dataclass(frozen=True)
@@ -292,9 +293,18 @@ def _take(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tenso
 
     Everything is copied, since DALI fills the same memory again as soon as it is released.
     """
-    images, labels, places = pipe.share_outputs()
+    try:
+        images, labels, places = pipe.share_outputs()
+    except RuntimeError as error:
+        # DALI names neither record nor byte, and its pipeline is of no use any more.
+        raise RwkvClipError(
+            f"{packed.rec} holds a record that DALI cannot read: {_dali_reason(error)}",
+            hint=f"rwkvclip inspect {packed.rec} --verify",
+        ) from error
     offsets = [int(bytes(np.asarray(places.at(i))).rsplit(b" ", 1)[1]) for i in range(len(places))]
+    records = packed.ordinals(np.array(offsets, dtype=np.int64))
     host_labels = torch.from_numpy(np.array(labels.as_tensor()))
+    _check_tokens(host_labels, records, packed, spec)
     if spec.device_id is None:
         device_images = torch.from_numpy(np.array(images.as_tensor()))
     else:
@@ -307,7 +317,30 @@ def _take(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tenso
         host_labels = host_labels.pin_memory().to(device, non_blocking=True)
     pipe.release_outputs()
     labels_bst = host_labels.view(-1, packed.captions, packed.context_length)
-    return device_images, labels_bst, packed.ordinals(np.array(offsets, dtype=np.int64))
+    return device_images, labels_bst, records
+
+
+def _dali_reason(error: RuntimeError) -> str:
+    """What happened, of the page that DALI writes about it."""
+    lines = str(error).partition("encountered:")[2].split("\n")
+    return next((line.strip() for line in lines if line.strip()), str(error).strip().split("\n")[0])
+
+
+def _check_tokens(
+    labels: Tensor, records: np.ndarray[Any, np.dtype[np.int64]], packed: PackedSet, spec: LoaderSpec
+) -> None:
+    """Refuse token ids that the model has no embedding for: on a GPU they would end the run without a word."""
+    if spec.vocab_size is None or not labels.numel():
+        return
+    low, high = (float(bound) for bound in labels.aminmax())
+    if low >= 0 and high < spec.vocab_size:
+        return
+    outside = ~((labels >= 0) & (labels < spec.vocab_size)).view(len(records), -1).all(dim=1)
+    record = int(records[outside.numpy()][0])
+    raise RwkvClipError(
+        f"{packed.rec}: record {record} holds token ids outside the model's vocabulary of {spec.vocab_size}",
+        hint=f"rwkvclip inspect {packed.rec} --verify",
+    )
 
 
 def _choose(labels_bst: Tensor, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:

@@ -134,6 +134,7 @@ def evaluate(config: EvalConfig) -> Retrieval:
         image_size=model_config["input_size"],
         device_id=device.index or 0 if device.type == "cuda" else None,
         threads=loader_threads(config.workers, 1),
+        vocab_size=model_config["vocab_size"],
     )
     images, texts, tokens = [], [], []
     with torch.inference_mode(), console.progress(packed.count, "embedding", "pairs") as bar:

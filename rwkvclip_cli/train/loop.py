@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rwkvclip_cli import console
 from rwkvclip_cli.config import TrainConfig
+from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.loader import Batch, EpochLoaders, TrainLoader
 from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.compilation import CompiledKernels, counting
@@ -58,6 +59,7 @@ def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: Com
     metrics = Metrics(run.output, first_step=position.step + 1) if run.ranks.is_first else None
     stopwatch = Stopwatch(position.seconds)
     skipped_total = torch.tensor(float(position.skipped), device=run.ranks.device)
+    skipped_in_a_row = torch.zeros((), device=run.ranks.device)
     flops = flops_per_pair(run.model, image_tokens=run.image_tokens, text_tokens=run.packed.context_length)
     saved: Path | None = None
     stopping = False
@@ -69,6 +71,7 @@ def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: Com
         for loader, batch in _batches(run, position, loader_state, stopwatch):
             loss, grad_norm, skipped = _step(run, batch, position.step)
             skipped_total += skipped
+            skipped_in_a_row = (skipped_in_a_row + 1) * skipped
             if kernels.started_in_s is None:
                 kernels.first_step_is_done(run.ranks.device)
             stopwatch.count_step()
@@ -76,6 +79,7 @@ def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: Com
             finished = position.step == run.total_steps
             note = ""
             if position.step % config.log_every == 0 or finished:
+                _check_skipped(run, position, skipped_in_a_row)
                 values = _read_metrics(run, position, loss, grad_norm, skipped_total, stopwatch, flops)
                 note = f"loss {values['loss']:.4f}  {values['images_per_s']:,.0f} images/s"
                 if metrics:
@@ -90,6 +94,16 @@ def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: Com
                 break
         vote.finish()
     return TrainResult(position.step, run.total_steps, not stopping, saved)
+
+
+def _check_skipped(run: Run, position: Position, in_a_row: Tensor) -> None:
+    """Stop a run that learns nothing any more; called where the host waits for the device anyway."""
+    count = int(in_a_row.item())
+    if count >= run.config.max_skipped:
+        raise RwkvClipError(
+            f"the last {count} steps up to {position.step:,} had no finite gradients and were left out",
+            hint="a lower --lr, or --resume an earlier checkpoint; --max-skipped sets the limit",
+        )
 
 
 def _batches(

@@ -172,6 +172,7 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
         threads=loader_threads(config.workers, ranks.local_world_size),
         seed=config.seed,
         num_samples=config.train_num_samples,
+        vocab_size=model_config["vocab_size"],
     )
     steps_per_epoch(packed, spec)
     check_fit(packed, model_config)

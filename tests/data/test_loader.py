@@ -10,7 +10,7 @@ import torch
 from helpers import jpeg, write_packed
 from PIL import Image
 
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.loader import (
     CLIP_MEAN,
     CLIP_STD,
@@ -212,3 +212,36 @@ def test_a_saved_position_goes_on_with_the_same_pixels_on_the_gpu(packed: Path) 
     resumed = list(TrainLoader(open_packed(packed), spec, epoch=2, state=state).batches(1))
     assert [batch.records.tolist() for batch in rest] == [batch.records.tolist() for batch in resumed]
     assert all(torch.equal(one.images, two.images) for one, two in zip(rest, resumed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"), [(b"\xff\xd8", "nvImageCodec failure"), (MAGIC_BYTES, "wrong magic number")]
+)
+def test_a_damaged_record_ends_in_two_lines(tmp_path: Path, start: bytes, reason: str) -> None:
+    rec = write_packed(tmp_path / "pairs.rec", 20)
+    data = bytearray(rec.read_bytes())
+    at = data.index(start, int(open_packed(rec).offsets[7]))
+    data[at : at + 60] = bytes(60)
+    rec.write_bytes(data)
+    loader = TrainLoader(open_packed(rec), LoaderSpec(10, 16), epoch=0)
+    with pytest.raises(RwkvClipError, match=f"pairs.rec holds a record that DALI cannot read: .*{reason}") as caught:
+        list(loader.batches())
+    assert "\n" not in caught.value.message
+    assert caught.value.hint == f"rwkvclip inspect {rec} --verify"
+    loader.close()
+
+
+@pytest.mark.parametrize("token", [-1.0, 512.0])
+def test_token_ids_outside_the_vocabulary_are_named(tmp_path: Path, token: float) -> None:
+    rec = write_packed(tmp_path / "pairs.rec", 9)
+    with RecordWriter(rec, sync=False) as writer:
+        for ordinal in range(10):
+            labels = [5.0] * (3 * 16)
+            labels[20] = token if ordinal == 6 else 511.0
+            writer.write(pack_record(Record(labels, jpeg(ordinal), ordinal)))
+    manifest = rec.with_suffix(".manifest.json")
+    manifest.write_text(manifest.read_text().replace('"count": 9', '"count": 10'))
+    spec = LoaderSpec(5, 16, vocab_size=512)
+    with pytest.raises(RwkvClipError, match="record 6 holds token ids outside the model's vocabulary of 512"):
+        list(eval_batches(open_packed(rec), spec, caption_slot=0))
+    assert len(list(eval_batches(open_packed(rec), LoaderSpec(5, 16), caption_slot=0))) == 2

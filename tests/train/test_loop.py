@@ -17,8 +17,8 @@ import torch.multiprocessing as mp
 from helpers import free_port, plain_environment, run_cli, run_ranks, write_model_config, write_packed
 from safetensors.torch import load_file
 
-from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.train import TrainConfig, checkpoint, train
+from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.train import TrainConfig, checkpoint, loop, train
 from rwkvclip_cli.train.precision import autocast, set_matmul_precision
 
 # 50 records, 2 epochs of 6 global batches of 8 (3 ranks: 5 of 9); step 8 lies inside the second epoch.
@@ -104,6 +104,21 @@ def test_a_finished_run_is_left_alone(folder: Path) -> None:
     again = train(config(folder, "finished", epochs=1))
     assert (first.step, again.step, again.finished) == (6, 6, True)
     assert (folder / "finished" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_learns_nothing_any_more_stops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, calls = loop._loss, []
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        # Two warm-up passes, then steps 1 to 12: 2 and 4 to 6 have no finite loss.
+        return loss(*arguments) * (torch.nan if len(calls) - 2 in (2, 4, 5, 6) else 1)
+
+    monkeypatch.setattr(loop, "_loss", broken)
+    with pytest.raises(RwkvClipError, match="the last 3 steps up to 6 had no finite gradients") as caught:
+        train(config(folder, "broken", max_skipped=3))
+    assert "--max-skipped" in caught.value.hint
+    assert [line["skipped"] for line in lines(folder / "broken")] == [0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32"])
