@@ -14,6 +14,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,9 @@ def list_checkpoints(output: Path) -> list[Path]:
     folder = output / FOLDER
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))]
+    # A folder without its state is none of ours: what we write is there as a whole.
+    named = [(match, path) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for match, path in named if (path / STATE_FILE).exists()]
     return [path for _, path in sorted(found)]
 
 
@@ -124,29 +128,56 @@ def load(path: Path) -> Checkpoint:
 
     Raises RwkvClipError naming the file that is missing or damaged, or a format that this version does not know.
     """
-    state = read_state(path)
-    return Checkpoint(
-        model=read_weights(path / MODEL_FILE),
-        optimizer=_read_pickle(path / OPTIMIZER_FILE),
-        ranks=_read_pickle(path / RANKS_FILE),
-        state=state,
-    )
+    with reading(path):
+        state = read_state(path)
+        return Checkpoint(
+            model=read_weights(path / MODEL_FILE),
+            optimizer=_read_pickle(path / OPTIMIZER_FILE),
+            ranks=_read_pickle(path / RANKS_FILE),
+            state=state,
+        )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around whatever takes a checkpoint apart: what is not there, or of another kind, is damage, told with a way out.
+
+    Raises RwkvClipError; an earlier checkpoint of the same run is its hint.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except RwkvClipError as error:
+        raise RwkvClipError(error.message, _earlier(path) or error.hint) from error
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RwkvClipError(f"{path}: damaged, or no checkpoint of rwkvclip ({what})", _earlier(path)) from error
+
+
+def _earlier(path: Path) -> str:
+    """How to resume from the checkpoint before this one, or nothing."""
+    before = [other for other in list_checkpoints(path.parent.parent) if other.name < path.name]
+    return f"--resume {before[-1]}" if before else ""
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read state.json of a checkpoint folder."""
     file = path / STATE_FILE
     try:
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise RwkvClipError(f"{file}: {error.strerror}", hint=f"ls {path}") from error
     except ValueError as error:
         raise RwkvClipError(f"{file}: damaged: {error}") from error
+    if not isinstance(state, dict):
+        raise RwkvClipError(f"{file}: damaged: a {type(state).__name__} where a table has to be")
     if state.get("format_version") != FORMAT_VERSION:
         raise RwkvClipError(
             f"{file}: format version {state.get('format_version')!r}; this rwkvclip reads {FORMAT_VERSION}"
         )
-    return state
+    result: dict[str, Any] = state
+    return result
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from rwkvclip_cli.train.distributed import StopVote, process_group, warm_up
 from rwkvclip_cli.train.losses import LOSSES, suggested_chunk
 from rwkvclip_cli.train.metrics import Metrics, Stopwatch, flops_per_pair, peak_flops, peak_memory_gib
 from rwkvclip_cli.train.precision import autocast
-from rwkvclip_cli.train.run import Position, Run, TrainResult, agree_on_checkpoint, restore, save, start
+from rwkvclip_cli.train.run import Position, Run, TrainResult, agree_on_checkpoint, check_form, restore, save, start
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -40,9 +40,14 @@ def train(config: TrainConfig) -> TrainResult:
         torch.use_deterministic_algorithms(True)
     with process_group(config.timeout) as ranks:
         found = agree_on_checkpoint(config)
-        saved = checkpoint.load(found) if found else None
+        saved = None
+        if found:
+            with checkpoint.reading(found):
+                saved = checkpoint.load(found)
+                check_form(saved.state)
         run = start(config, ranks, saved)
-        position, loader_state = restore(run, saved)
+        with checkpoint.reading(found) if found else nullcontext():
+            position, loader_state = restore(run, saved)
         if position.step >= run.total_steps:
             console.say(f"{run.output}: finished already, {position.step:,} of {run.total_steps:,} steps are done")
             return TrainResult(position.step, run.total_steps, True, found)

@@ -250,6 +250,14 @@ def _identity(config: TrainConfig, ranks: Ranks, packed: PackedSet, model_config
     }
 
 
+def check_form(state: dict[str, Any]) -> None:
+    """Raise ValueError, or what Python raises, for a state.json that says less than `save` writes."""
+    names = ("world_size", "batch_size", "seed", "train_num_samples", "precision", "records", "content_hash")
+    missing = [name for name in (*names, "model_config") if name not in state["identity"]]
+    if missing or not isinstance(state["identity"]["model_config"], dict) or not isinstance(state["epochs"], int):
+        raise ValueError(f"no {', '.join(missing) or 'model_config or epochs'} in its identity")
+
+
 def _check_same_run(identity: dict[str, Any], state: dict[str, Any], epochs: int) -> None:
     for name, now in identity.items():
         before = state["identity"][name]
@@ -275,13 +283,20 @@ def restore(run: Run, saved: Checkpoint | None) -> tuple[Position, bytes | None]
     if saved is None:
         return Position(), None
     run.optimizer.load_state_dict(saved.optimizer["adamw"])
+    for parameter, moments in run.optimizer.state.items():
+        # The fused update would read beyond what is there.
+        if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+            raise ValueError("the optimizer's moments have other shapes than the weights")
     if run.scaler:
         run.scaler.load_state_dict(saved.optimizer["scaler"])
     own = saved.ranks[run.ranks.rank]
     torch.set_rng_state(own["torch_rng"])
     if run.ranks.device.type == "cuda":
         torch.cuda.set_rng_state(own["cuda_rng"])
-    return Position(**saved.state["position"]), own["loader"]
+    position = Position(**saved.state["position"])
+    if not 0 <= position.step_in_epoch <= position.step:
+        raise ValueError(f"step {position.step_in_epoch} of an epoch, {position.step} in all")
+    return position, own["loader"]
 
 
 def save(run: Run, position: Position, loader_state: bytes | None) -> Path:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,46 @@ def test_a_finished_run_is_left_alone(folder: Path) -> None:
     again = train(config(folder, "finished", epochs=1))
     assert (first.step, again.step, again.finished) == (6, 6, True)
     assert (folder / "finished" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("state.json", lambda state: [], "damaged: a list where a table"),
+        ("state.json", lambda state: {**state, "identity": {}}, "damaged, .*no world_size"),
+        ("state.json", lambda state: {name: state[name] for name in state if name != "epochs"}, "KeyError: 'epochs'"),
+        ("state.json", lambda state: {**state, "position": {"step": -4}}, "damaged.* step 0 of an epoch, -4 in all"),
+        ("state.json", lambda state: {**state, "position": {"stop": 4}}, "unexpected keyword argument 'stop'"),
+        ("ranks.pt", lambda ranks: [], "IndexError"),
+        ("ranks.pt", lambda ranks: [{"loader": None}], "KeyError: 'torch_rng'"),
+        ("optimizer.pt", lambda saved: {"adamw": {}}, "KeyError"),
+        ("optimizer.pt", lambda saved: other_shapes(saved), "moments have other shapes"),
+    ],
+)
+def test_a_checkpoint_of_another_form_is_damage_with_a_way_out(
+    folder: Path, tmp_path: Path, file: str, damage: Callable[[Any], Any], words: str
+) -> None:
+    if not (folder / "form").exists():
+        train(config(folder, "form", epochs=1))
+    shutil.copytree(folder / "form", tmp_path / "form")
+    broken = checkpoint.newest(tmp_path / "form") / file
+    if file == "state.json":
+        broken.write_text(json.dumps(damage(json.loads(broken.read_text()))))
+    else:
+        torch.save(damage(torch.load(broken)), broken)
+    with pytest.raises(RwkvClipError, match=words) as caught:
+        train(replace(config(folder, "form", epochs=1), output=str(tmp_path / "form")))
+    assert str(broken.parent) in caught.value.message
+    assert caught.value.hint == f"--resume {checkpoint.checkpoint_path(tmp_path / 'form', 4)}"
+    # What is no checkpoint at all is not taken for the newest.
+    shutil.rmtree(broken.parent)
+    broken.parent.mkdir()
+    assert train(replace(config(folder, "form", epochs=1), output=str(tmp_path / "form"))).step == 6
+
+
+def other_shapes(saved: dict[str, Any]) -> dict[str, Any]:
+    saved["adamw"]["state"][0]["exp_avg"] = torch.zeros(3)
+    return saved
 
 
 def test_a_run_that_learns_nothing_any_more_stops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
