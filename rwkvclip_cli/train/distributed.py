@@ -55,6 +55,8 @@ def read_ranks() -> Ranks:
     local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+    if not 0 <= local_rank < local_world_size:
+        raise UsageError(f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_world_size}")
     wanted = os.environ.get(DEVICE_VARIABLE)
     if wanted == "cuda" and not torch.cuda.is_available():
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
@@ -108,8 +110,18 @@ def process_group(timeout_s: float) -> Iterator[Ranks]:
     else:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
+        if not 1 <= _environment_int("MASTER_PORT", 0) <= 65_535:
+            raise UsageError(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port (1 to 65535)")
     steer_gloo(os.environ)
-    dist.init_process_group(**settings)
+    try:
+        dist.init_process_group(**settings)
+    except dist.DistNetworkError as error:
+        endpoint = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise UnableError(
+            f"rank {ranks.rank} could not meet the others at {endpoint}: {reason}",
+            hint="another MASTER_PORT, where that one is taken" if "in use" in reason else "rwkvclip nccl-check",
+        ) from error
     try:
         yield ranks
     finally:

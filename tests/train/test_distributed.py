@@ -1,6 +1,7 @@
 """DDP as it is set up: its settings, the BatchNorm count, and gradients of many ranks against one process."""
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +68,7 @@ def test_warm_up_leaves_no_trace() -> None:
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, UsageError, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "first"}, UsageError, "RANK='first' in the environment is not a whole number"),
+        ({"LOCAL_WORLD_SIZE": "0"}, UsageError, "LOCAL_RANK=0 is not below LOCAL_WORLD_SIZE=0"),
         ({"RWKVCLIP_DEVICE": "cuda"}, UnableError, "started for a GPU, but torch .* finds none that it can use"),
     ],
 )
@@ -136,6 +138,24 @@ def gradient_rank(rank: int, world_size: int, port: int, folder: str) -> None:
         if rank == 0:
             found = {name: parameter.grad for name, parameter in wrapped.module.named_parameters()}
             torch.save(found, Path(folder) / "gradients.pt")
+
+
+@pytest.mark.parametrize(("port", "message"), [("x", "MASTER_PORT='x'"), ("99999", "MASTER_PORT=99999 is no port")])
+def test_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch, port: str, message: str) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(UsageError, match=message), process_group(5):
+        pass
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        # A world of one with an address is rank 0, which listens there.
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UnableError, match="could not meet the others at 127.0.0.1") as caught, process_group(5):
+            pass
+    assert "MASTER_PORT" in caught.value.hint
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
