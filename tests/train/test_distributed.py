@@ -153,7 +153,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         # A world of one with an address is rank 0, which listens there.
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(UnableError, match="could not meet the others at 127.0.0.1") as caught, process_group(5):
+        with pytest.raises(UnableError, match=r"could not meet the others at 127\.0\.0\.1") as caught, process_group(5):
             pass
     assert "MASTER_PORT" in caught.value.hint
 
