@@ -7,6 +7,7 @@ Options derive from the dataclasses of `config`. Torch, DALI and numpy load only
 
 import functools
 import inspect
+import io
 import os
 import shlex
 import signal
@@ -35,6 +36,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line and leave with the exit code that `console` lists."""
+    for stream in (sys.stdout, sys.stderr):
+        # A file name or caption that the terminal's encoding lacks is shown in escapes; it does not end a finished run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with exit_recorded():
             app()

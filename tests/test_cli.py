@@ -82,3 +82,11 @@ def test_unknown_command_is_wrong_usage() -> None:
     done = run_cli("lunch")
     assert done.returncode == 2
     assert "lunch" in done.stderr
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    name = tmp_path / "b\u00e4r \u732b.rec"
+    done = run_cli("train", "--output", tmp_path / "run", "--train-data", name, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 2, done.stderr
+    assert "b\\xe4r \\u732b.rec" in done.stderr
+    assert "Traceback" not in done.stderr
