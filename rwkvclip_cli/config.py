@@ -22,7 +22,7 @@ from rwkvclip_cli.console import UsageError
 CONFIG_FILE = "rwkvclip.toml"
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 MODELS = ("rwkv-clip-b32", "rwkv-clip-b16", "tiny")
-SOURCE_FORMATS = ("auto", "folder", "table", "webdataset")
+SOURCE_FORMATS = ("auto", "folder", "imagefolder", "table", "parquet", "webdataset")
 MAX_PIXELS = 178_956_970  # Pillow's own bound against decompression bombs
 COMPILE_HELP = (
     "Run each block as fused kernels, which Triton compiles at first use and keeps on disk; without, as plain PyTorch "
@@ -144,7 +144,12 @@ class PackConfig(Options):
     out: str = option("", "The .rec file to write; .idx, manifest and reports go beside it.", argument=True)
     format: str = option("auto", "What the sources are; auto goes by folder and suffix.", choices=SOURCE_FORMATS)
     image_key: str | None = option(None, "Table column of the image (default: the first of image, jpg, ... there is).")
-    caption_key: tuple[str, ...] = option((), "Table column of a caption; repeat for several, in slot order.")
+    caption_key: tuple[str, ...] = option(
+        (), "Table column of a caption, as text or as token ids; repeat for several, in slot order."
+    )
+    tokens: str | None = option(
+        None, ".npy file of token ids, a row a sample; they fill the first slots, --caption-key columns the next."
+    )
     captions: int = option(3, "Caption slots of a record.", minimum=1, maximum=64)
     context_length: int = option(77, "Token ids a caption slot.", minimum=3, maximum=4096)
     proof: str = option(
@@ -298,6 +303,42 @@ class BenchConfig(Options):
 
 
 @dataclass(frozen=True)
+class InspectConfig(Options):
+    """`rwkvclip inspect DATA.rec`."""
+
+    data: str = option("", "The packed .rec file.", argument=True)
+    records: str | None = option(
+        None,
+        "Show these records, such as 0:5, 7 or -3: (with --export: write these alone).",
+        excludes=("verify", "rebuild_index", "salvage", "plan"),
+    )
+    verify: bool = option(
+        False,
+        "Check index, framing, labels and every image; exit code 1 where anything is wrong.",
+        excludes=("export", "rebuild_index", "salvage", "plan"),
+    )
+    export: str | None = option(
+        None, "Write images and captions into this new folder.", excludes=("rebuild_index", "salvage", "plan")
+    )
+    rebuild_index: bool = option(False, "Write the .idx anew from the .rec.", excludes=("salvage", "plan"))
+    salvage: str | None = option(None, "Write every record that is sound to this new .rec.", excludes=("plan",))
+    plan: bool = option(False, "Say what a run would do: steps, left out records, learning rates, loss memory.")
+    world_size: int = option(1, "Ranks of the planned run.", minimum=1)
+    batch_size: int = option(256, "Pairs a step on each rank of the planned run.", minimum=1)
+    epochs: int = option(32, "Passes over the data of the planned run.", minimum=1)
+    lr: float = option(1e-3, "Peak learning rate of the planned run.", minimum=0.0)
+    warmup: float = option(0.1, "Share of all steps with a rising learning rate.", minimum=0.0, maximum=1.0)
+    train_num_samples: int | None = option(None, "Distinct records an epoch of the planned run.", minimum=1)
+    proof: str = option(
+        "decode",
+        "What shows that an image will train: DALI decodes it, its markers are walked, or nothing.",
+        choices=("decode", "structure", "none"),
+    )
+    workers: int | None = option(None, "Worker processes of --verify and --salvage.", minimum=1, maximum=1024)
+    json: bool = option(False, "Print one JSON document.")
+
+
+@dataclass(frozen=True)
 class DemoConfig(Options):
     """`rwkvclip demo [FOLDER]`."""
 
@@ -313,6 +354,7 @@ SECTIONS: dict[str, type] = {
     "nccl-check": NcclCheckConfig,
     "eval": EvalConfig,
     "bench": BenchConfig,
+    "inspect": InspectConfig,
     "demo": DemoConfig,
 }
 

@@ -61,18 +61,24 @@ class Tokenizer:
         return _fit(self.encode(text), context_length)
 
     def fill_slots(
-        self, captions: Sequence[str], slots: int, context_length: int = CONTEXT_LENGTH
+        self, captions: Sequence[str | Sequence[int]], slots: int, context_length: int = CONTEXT_LENGTH
     ) -> tuple[list[int], int]:
         """The `slots * context_length` ids of a record, and how many of its captions had to be cut.
 
-        Fewer captions than slots repeat in order (a, b fill three slots as a, b, a); captions beyond are left out.
-        Raises ValueError without any caption.
+        A caption that is ids already, `context_length` of them, is taken as it is. Fewer captions than slots repeat in
+        order (a, b fill three slots as a, b, a); captions beyond are left out. Raises ValueError without any caption.
         """
         if not captions:
             raise ValueError("a record needs at least one caption")
-        encoded = [self.encode(caption) for caption in captions[:slots]]
-        rows = [_fit(ids, context_length) for ids in encoded]
-        cut = sum(len(ids) + 2 > context_length for ids in encoded)
+        rows: list[Sequence[int]] = []
+        cut = 0
+        for caption in captions[:slots]:
+            if isinstance(caption, str):
+                ids = self.encode(caption)
+                cut += len(ids) + 2 > context_length
+                rows.append(_fit(ids, context_length))
+            else:
+                rows.append(caption)
         return list(itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), slots))), cut
 
     def decode(self, ids: Iterable[float]) -> str:

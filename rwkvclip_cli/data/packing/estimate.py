@@ -8,8 +8,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from rwkvclip_cli.data.packing.samples import Ignored
-from rwkvclip_cli.data.packing.sources import SourceOptions, read_folder, tars_of
+from rwkvclip_cli.data.packing.folders import read_folder
+from rwkvclip_cli.data.packing.parquet import count_rows, parquet_files
+from rwkvclip_cli.data.packing.samples import Ignored, SourceOptions
+from rwkvclip_cli.data.packing.sources import tars_of
 from rwkvclip_cli.data.packing.tars import count_samples
 
 BUDGET_S = 2.0
@@ -19,7 +21,7 @@ BLOCK_BYTES = 1 << 20
 def estimate_inputs(
     sources: Sequence[tuple[str, str]], options: SourceOptions, budget_s: float = BUDGET_S
 ) -> int | None:
-    """The number of inputs of (path, kind) pairs: exact for folders and plain tars, near for tables.
+    """The number of inputs of (path, kind) pairs: exact for folders, parquet and plain tars, near for other tables.
 
     Files too large to count in `budget_s` seconds are extrapolated by their bytes. None where even that cannot be said:
     folders of that size, compressed tars, kinds without a counter.
@@ -77,8 +79,19 @@ def _count_tars(path: str, options: SourceOptions, deadline: float) -> int | Non
     return count
 
 
+def _count_parquets(path: str, options: SourceOptions, deadline: float) -> int | None:
+    count = 0
+    for file in parquet_files(path):
+        count += count_rows(file)
+        if time.monotonic() > deadline:
+            return None
+    return count
+
+
 COUNTERS: dict[str, Callable[[str, SourceOptions, float], int | None]] = {
     "folder": _count_folder,
+    "imagefolder": _count_folder,
     "table": _count_rows,
+    "parquet": _count_parquets,
     "webdataset": _count_tars,
 }

@@ -49,6 +49,7 @@ LOOKALIKES = (
     (b"data:", "a data URI, text"),
     (b"HTTP/", "an HTTP answer with its head"),
     (b"\x1f\x8b", "gzip data"),
+    (b"PAR1", "a parquet table; give it as a source of its own"),
     (b"\xff\x0a", "JPEG XL, which no reader here decodes"),
     (b"\x00\x00\x00\x0cJXL ", "JPEG XL, which no reader here decodes"),
     (b"\xff\xd8", "a JPEG of a kind that no reader here decodes (12 bits, JPEG-LS), or damaged"),

@@ -22,8 +22,10 @@ from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
-from rwkvclip_cli.data.packing.samples import Ignored, Reject, printable
-from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources, read_sources
+from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
+from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources, read_sources
+from rwkvclip_cli.data.packing.tables import Columns
+from rwkvclip_cli.data.packing.tokens import TokenFile, check_rows, join_tokens, open_tokens
 from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 from rwkvclip_cli.data.packing.writers import Writer, open_writer
 
@@ -32,7 +34,7 @@ HASH_EVERY_RECORDS = 256
 SHOWN_REJECTS = 3
 
 # The options that decide the bytes of a data set; the manifest records them.
-BYTES_OPTIONS = ("format", "image_key", "caption_key", "proof", "quality", "max_side", "max_pixels")
+BYTES_OPTIONS = ("format", "image_key", "caption_key", "tokens", "proof", "quality", "max_side", "max_pixels")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PackSummary:
 
     count + rejects is the number of inputs. ignored: files that are no input. kept: how many records hold the original
     bytes, were resized or re-encoded, and why. reasons: how many rejects for each reason. size_bytes, content_hash: of
-    the .rec, the hash being SHA-256.
+    the .rec, the hash being SHA-256. columns: of each source that is a table, the columns that were read.
     """
 
     out: str
@@ -53,16 +55,19 @@ class PackSummary:
     size_bytes: int
     content_hash: str
     statistics: dict[str, Any]
+    columns: dict[str, Columns] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        return asdict(self) | {"out": printable(self.out)}
+        columns = {printable(source): asdict(columns) for source, columns in self.columns.items()}
+        return asdict(self) | {"out": printable(self.out), "columns": columns}
 
     def text(self) -> str:
         """All of it, for people."""
         out = printable(self.out)
         lines = [f"{out}: {self.count:,} records, {self.size_bytes:,} bytes"]
         lines += [f"  {how}: {count:,}" for how, count in self.kept.items()]
+        lines += _columns_lines(self.columns)
         if self.rejects:
             lines.append(f"rejected: {self.rejects:,}, each with its reason in {_beside(out, '.rejects.jsonl')}")
             lines += [f"  {reason}: {count:,}" for reason, count in self.reasons.items()]
@@ -72,7 +77,24 @@ class PackSummary:
             lines.append(f"captions cut to the context length: {self.statistics['captions_truncated']:,}")
         if self.statistics["captions_dropped"]:
             lines.append(f"captions beyond the slots, left out: {self.statistics['captions_dropped']:,}")
+        if self.statistics["token_slots_unmarked"]:
+            unmarked = self.statistics["token_slots_unmarked"]
+            lines.append(f"token slots without CLIP's start or end token: {unmarked:,}; ids of another tokenizer?")
         return "\n".join(lines)
+
+
+def _columns_lines(taken: dict[str, Columns]) -> list[str]:
+    """Which columns the tables gave, once for all tables with the same ones."""
+    sources: dict[Columns, list[str]] = {}
+    for source, columns in taken.items():
+        sources.setdefault(columns, []).append(source)
+    lines = []
+    for columns, paths in sources.items():
+        of = "" if len(sources) == 1 else f" of {printable(paths[0])}"
+        more = f" and {len(paths) - 1:,} more" if of and len(paths) > 1 else ""
+        captions = ", ".join(columns.captions) or "no column"
+        lines.append(f"columns{of}{more}: image from {', else '.join(columns.image)}; captions from {captions}")
+    return [printable(line) for line in lines]
 
 
 @dataclass
@@ -111,6 +133,7 @@ class _Tally:
     image_bytes: _Spread = field(default_factory=_Spread)
     truncated: int = 0
     dropped: int = 0
+    unmarked: int = 0
 
     def add(self, record: Packed) -> None:
         self.count += 1
@@ -123,6 +146,7 @@ class _Tally:
         self.image_bytes.add(len(record.jpeg))
         self.truncated += record.truncated
         self.dropped += record.dropped
+        self.unmarked += record.unmarked
 
     def refuse(self, reject: Reject) -> None:
         self.reasons[reject.reason] += 1
@@ -142,6 +166,7 @@ class _Tally:
             "caption_tokens": self.tokens.document(),
             "captions_truncated": self.truncated,
             "captions_dropped": self.dropped,
+            "token_slots_unmarked": self.unmarked,
             "image_width": self.widths.document(),
             "image_height": self.heights.document(),
             "image_bytes": self.image_bytes.document(),
@@ -159,9 +184,10 @@ def pack(config: PackConfig) -> PackSummary:
     tally = _Tally()
     workers = Pool(config.workers or _cores(), _worker_options(config))
     with _ends_on_sigterm(), OutputSet(config.out, config.overwrite) as output:
-        skip = frozenset(os.path.join(os.path.realpath(path.parent), path.name) for path in output.final.values())
-        options = SourceOptions(config.format, config.image_key, config.caption_key, skip)
+        options = _source_options(config, output)
         found = find_sources(config.sources, options)
+        columns = columns_taken(found, options)
+        tokens = open_tokens(config.tokens, config.context_length) if config.tokens else None
         if config.proof == "decode":
             _need_dali()
         with (
@@ -169,7 +195,7 @@ def pack(config: PackConfig) -> PackSummary:
             workers as pool,
             progress(estimate_inputs(found, options), "packing", "images") as bar,
         ):
-            for outcome in pool.run(read_sources(found, options)):
+            for outcome in pool.run(_items(found, options, tokens)):
                 _take(outcome, tally, writer, output)
                 if not isinstance(outcome, Ignored):
                     bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
@@ -189,7 +215,28 @@ def pack(config: PackConfig) -> PackSummary:
         size_bytes,
         content_hash,
         statistics,
+        columns,
     )
+
+
+def _source_options(config: PackConfig, output: OutputSet) -> SourceOptions:
+    """What the sources' readers need; neither the files being written nor the tokens are an input of a folder."""
+    paths = [str(path) for path in output.final.values()] + [config.tokens or ""]
+    skip = frozenset(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in paths)
+    return SourceOptions(
+        config.format, config.image_key, config.caption_key, skip, config.context_length, bool(config.tokens)
+    )
+
+
+def _items(found: list[tuple[str, str]], options: SourceOptions, tokens: TokenFile | None) -> Iterator[Item]:
+    """The items of all sources, each sample with its row of `--tokens`; UsageError where these are too few or many."""
+    items = read_sources(found, options)
+    if tokens is None:
+        return items
+    count = count_samples(found, options)
+    if count is not None:
+        check_rows(tokens, count)
+    return join_tokens(items, tokens)
 
 
 def _take(outcome: Outcome, tally: _Tally, writer: Writer, output: OutputSet) -> None:

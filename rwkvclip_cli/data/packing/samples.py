@@ -7,11 +7,11 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rwkvclip_cli.data.captions import decode_caption_bytes
+from rwkvclip_cli.data.captions import CONTEXT_LENGTH, decode_caption_bytes
 
 REASONS = {
     "missing-image": "a caption without an image: no such file, or none named",
@@ -27,7 +27,8 @@ REASONS = {
     "internal-error": "a fault of rwkvclip's own at this input alone; its traceback is on stderr",
     "decoder-crash": "the process that decoded it died",
     "unreadable-caption": "a caption file that cannot be read or parsed",
-    "bad-row": "a table row that cannot be parsed",
+    "bad-row": "a table row that cannot be read or parsed",
+    "bad-tokens": "token ids that are none, or that fill no whole number of caption slots",
     "damaged-tar": "a tar that is cut off or damaged: what precedes is kept",
     "unreadable-folder": "a folder that cannot be listed",
 }
@@ -38,6 +39,28 @@ SIDECAR_KINDS: tuple[Literal["txt", "json"], ...] = ("txt", "json")
 LARGEST_NUMBER = 10**100
 MAX_SIDECAR_BYTES = 2**24
 MAX_IMAGE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
+
+# Text, or token ids: numbers as the source holds them, one or more whole slots of them, unchecked.
+TokenIds = tuple[Any, ...]
+Caption = str | TokenIds
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What the generators need to know.
+
+    format: a key of `sources.KINDS`, or auto. image_key, caption_keys: columns of a table, keys of a JSON sidecar; none
+    means the usual ones. skip: absolute real paths that are no inputs, such as the files being written.
+    context_length: token ids a caption slot. has_tokens: every sample gets captions from elsewhere (`--tokens`), so
+    none are needed in the source.
+    """
+
+    format: str = "auto"
+    image_key: str | None = None
+    caption_keys: tuple[str, ...] = ()
+    skip: frozenset[str] = frozenset()
+    context_length: int = CONTEXT_LENGTH
+    has_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,18 +80,22 @@ class Sample:
 
     source: str
     image: bytes | str
-    captions: tuple[str, ...] = ()
+    captions: tuple[Caption, ...] = ()
     sidecars: tuple[Sidecar, ...] = ()
     caption_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Reject:
-    """One input that cannot be packed: `reason` is a key of REASONS."""
+    """One input that cannot be packed: `reason` is a key of REASONS.
+
+    is_sample: whether a list of the samples, such as the rows of `--tokens`, counts it too.
+    """
 
     source: str
     reason: str
     message: str
+    is_sample: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,7 +121,7 @@ class BadCaptions(Exception):
     """A caption file that cannot be read or parsed."""
 
 
-def find_captions(sample: Sample) -> list[str]:
+def find_captions(sample: Sample) -> list[Caption]:
     """All captions of a sample in order, blank ones included; reads the sidecars that are paths.
 
     A caption that both a .txt and a .json give (img2dataset writes both) counts once. Raises BadCaptions
@@ -109,17 +136,44 @@ def find_captions(sample: Sample) -> list[str]:
             faults.append(str(fault))
             continue
         found += [caption for caption in more if caption not in found] if found else more
-    if faults and not any(caption.strip() for caption in found):
+    if faults and not any(caption.strip() if isinstance(caption, str) else caption for caption in found):
         raise BadCaptions("; ".join(faults))
     return found
 
 
-def captions_in(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """The captions of a row or JSON object: those of every key in `keys`, or of the first usual name that has any."""
+def captions_in(
+    row: Mapping[str, Any], keys: Sequence[str], read: Callable[[Any], Sequence[Caption]] | None = None
+) -> list[Caption]:
+    """The captions of a row or JSON object: those of every key in `keys`, or of the first usual name that has any.
+
+    `read` gives the captions of one value, by default its `texts`.
+    """
+    read = read or texts
     if keys:
-        return [text for key in keys for text in texts(row.get(key))]
+        return [caption for key in keys for caption in read(row.get(key))]
     values = (row[name] for name in usual_names(row, DEFAULT_CAPTION_KEYS))
-    return texts(next((value for value in values if value not in (None, [])), None))
+    return list(read(next((value for value in values if value not in (None, [])), None)))
+
+
+def texts_or_tokens(value: Any) -> list[Caption]:
+    """The captions in a table's cell: a list of numbers (nested or not) is token ids, the rest as `texts` reads it.
+
+    >>> texts_or_tokens([49406, 320, 49407]), texts_or_tokens([["a", "b"], "c"]), texts_or_tokens(5)
+    ([(49406, 320, 49407)], ['a', 'b', 'c'], ['5'])
+    """
+    if not isinstance(value, list):
+        return [*texts(value)]
+    numbers: list[Any] = []
+    waiting: list[Any] = [value]
+    while waiting:
+        element = waiting.pop()
+        if isinstance(element, list):
+            waiting.extend(reversed(element))
+        elif element is None or (isinstance(element, int | float) and not isinstance(element, bool)):
+            numbers.append(element)
+        else:
+            return [*texts(value)]
+    return [tuple(numbers)] if any(number is not None for number in numbers) else []
 
 
 def usual_names(names: Iterable[str], usual: Sequence[str]) -> list[str]:
@@ -133,7 +187,7 @@ def usual_names(names: Iterable[str], usual: Sequence[str]) -> list[str]:
 
 
 def texts(value: Any) -> list[str]:
-    """The strings in a cell: itself, a number's digits, or each element of a list; nothing else speaks."""
+    """The strings in a cell: itself, its bytes' text, a number's digits, or each element of a list; no more speaks."""
     found: list[str] = []
     waiting = [value]  # not a call for each level: a list may be nested deeper than Python's calls may
     while waiting:
@@ -142,6 +196,8 @@ def texts(value: Any) -> list[str]:
             found.append(readable(element))
         elif isinstance(element, list | tuple):
             waiting.extend(reversed(element))
+        elif isinstance(element, bytes):
+            found.append(decode_caption_bytes(element))
         elif _is_number(element):
             found.append(str(element))
     return found
@@ -184,7 +240,7 @@ def sidecar_kind(suffix: str) -> Literal["txt", "json"] | None:
     return next((kind for kind in SIDECAR_KINDS if kind == lowered), None)
 
 
-def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> list[str]:
+def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> Sequence[Caption]:
     content = sidecar.content if isinstance(sidecar.content, bytes) else _read_small(sidecar.content)
     text = decode_caption_bytes(content)
     if sidecar.kind == "txt":

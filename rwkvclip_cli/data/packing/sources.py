@@ -11,33 +11,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.packing.samples import Item, Reject, Sample, Sidecar, sidecar_kind
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """What the generators need to know.
-
-    format: a key of KINDS, or auto. image_key, caption_keys: columns of a table, keys of a JSON sidecar; none means
-    the usual ones. skip: absolute real paths that are no inputs, such as the files being written.
-    """
-
-    format: str = "auto"
-    image_key: str | None = None
-    caption_keys: tuple[str, ...] = ()
-    skip: frozenset[str] = frozenset()
-
-
-def _no_check(path: str, options: SourceOptions) -> None:
-    """Nothing about the source can be wrong before it is read."""
+from rwkvclip_cli.data.packing.folders import check_metadata, metadata_columns, read_folder
+from rwkvclip_cli.data.packing.parquet import SUFFIX as PARQUET
+from rwkvclip_cli.data.packing.parquet import count_rows, is_parquet, parquet_columns, parquet_files, read_parquet
+from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions
+from rwkvclip_cli.data.packing.tables import Columns, read_table, table_columns
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of source. `read` yields its items in constant memory; `check` raises UsageError before any work."""
+    """A kind of source. `read` yields its items in constant memory.
+
+    `columns` gives the columns that it reads, if it has any, and raises UsageError before any work where it cannot be
+    packed. `count` gives the number of its samples, rejects included, without reading images; None where only reading
+    all of it would tell.
+    """
 
     read: Callable[[str, SourceOptions], Iterator[Item]]
-    check: Callable[[str, SourceOptions], None] = _no_check
+    columns: Callable[[str, SourceOptions], Columns | None]
+    count: Callable[[str, SourceOptions], int | None]
 
 
 def find_sources(paths: Iterable[str], options: SourceOptions) -> list[tuple[str, str]]:
@@ -46,14 +38,30 @@ def find_sources(paths: Iterable[str], options: SourceOptions) -> list[tuple[str
     Raises UsageError for a source that is missing, of an unknown kind, or a table without the columns.
     """
     found = [(path, kind_of(path, options)) for path in paths]
-    for path, kind in found:
-        KINDS[kind].check(path, options)
+    columns_taken(found, options)
     return found
+
+
+def columns_taken(found: Iterable[tuple[str, str]], options: SourceOptions) -> dict[str, Columns]:
+    """The columns that are read of each source that has columns; UsageError as `find_sources`."""
+    taken = {path: KINDS[kind].columns(path, options) for path, kind in found}
+    return {path: columns for path, columns in taken.items() if columns is not None}
 
 
 def read_sources(found: Iterable[tuple[str, str]], options: SourceOptions) -> Iterator[Item]:
     """Yield the items of all sources, as `find_sources` gives them, in order."""
     return (item for path, kind in found for item in KINDS[kind].read(path, options))
+
+
+def count_samples(found: Iterable[tuple[str, str]], options: SourceOptions) -> int | None:
+    """The samples of all sources, rejected ones included; None where a source would have to be read for that."""
+    total = 0
+    for path, kind in found:
+        count = KINDS[kind].count(path, options)
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def kind_of(path: str, options: SourceOptions) -> str:
@@ -64,18 +72,25 @@ def kind_of(path: str, options: SourceOptions) -> str:
         raise UsageError(f"{path}: no such folder or file", hint)
     is_folder = os.path.isdir(path)
     if options.format != "auto":
-        if options.format == "folder" and not is_folder:
-            raise UsageError(f"--format folder: {path} is a file", "--format table, or webdataset")
+        if options.format in ("folder", "imagefolder") and not is_folder:
+            raise UsageError(f"--format {options.format}: {path} is a file", "--format table, or webdataset")
         if options.format == "table" and is_folder:
             raise UsageError(f"--format table: {path} is a folder", "--format folder")
-        return options.format
+        return "parquet" if options.format == "table" and is_parquet(path) else options.format
     if is_folder:
-        return "folder"
+        return "parquet" if _is_all_parquet(path) else "folder"
     for suffix, name in SUFFIXES.items():
         if path.lower().endswith(suffix):
             return name
     known = ", ".join(SUFFIXES)
     raise UsageError(f"{path}: a source is a folder or ends in {known}", f"--format table, or webdataset, for {path}")
+
+
+def _is_all_parquet(folder: str) -> bool:
+    """Whether a folder holds parquet files and nothing else: parts of one table, as they are published."""
+    names = [name for name in _neighbours(os.path.join(folder, "")) if not name.startswith(".")]
+    are_parquet = all(name.lower().endswith(PARQUET) and not name.lower().startswith("metadata.") for name in names)
+    return bool(names) and are_parquet
 
 
 def _neighbours(path: str) -> list[str]:
@@ -85,120 +100,35 @@ def _neighbours(path: str) -> list[str]:
         return []
 
 
-def read_folder(root: str, options: SourceOptions) -> Iterator[Item]:
-    """Yield every image below `root` with the caption files of the same stem, sorted by name, folders in their place.
-
-    Every regular file that is neither hidden nor a caption file is an image; links are followed, unless they lead
-    back to a folder above. A caption file without an image is a reject.
-    """
-    # One iterator for each open level: Python's own recursion would end at a thousand folders.
-    levels: list[tuple[tuple[int, int], Iterator[Item | str]]] = []
-    pending: str | None = root
-    while pending is not None or levels:
-        if pending is not None:
-            try:
-                identity = _identity(pending)
-                if all(identity != above for above, _ in levels):
-                    levels.append((identity, _list_folder(pending, options)))
-            except OSError as error:
-                yield Reject(pending, "unreadable-folder", f"{pending}: {error.strerror}")
-            pending = None
-            continue
-        item = next(levels[-1][1], None)
-        if item is None:
-            levels.pop()
-        elif isinstance(item, str):
-            pending = item
-        else:
-            yield item
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def _list_folder(folder: str, options: SourceOptions) -> Iterator[Item | str]:
-    """The items of one folder, and the paths (str) of the folders in it, in the order of their names' bytes."""
-    with os.scandir(folder) as scan:
-        entries = [entry for entry in scan if not entry.name.startswith(".")]
-    entries.sort(key=lambda entry: os.fsencode(entry.name))
-    files = [entry for entry in entries if _is_input(entry) and not _is_skipped(folder, entry.name, options.skip)]
-    sidecars: dict[str, list[Sidecar]] = {}
-    images: set[str] = set()
-    for entry in files:
-        stem, suffix = _split(entry.name)
-        kind = sidecar_kind(suffix)
-        if kind:
-            sidecars.setdefault(stem, []).append(Sidecar(kind, entry.path))
-        else:
-            images.add(stem)
-    # The lines of a .txt come before what a .json adds.
-    for found in sidecars.values():
-        found.sort(key=lambda sidecar: sidecar.kind, reverse=True)
-    return _pair(entries, {entry.name for entry in files}, sidecars, images, options)
-
-
-def _is_input(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry is a regular file, or a link that leads to one or nowhere: that is a lost image, not nothing."""
-    try:
-        return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
-    except OSError:  # a link to itself
-        return True
-
-
-def _is_skipped(folder: str, name: str, skip: frozenset[str]) -> bool:
-    # A real path costs a call for each folder on the way, so the name alone is looked at first.
-    if all(os.path.basename(path) != name for path in skip):
-        return False
-    return os.path.join(os.path.realpath(folder), name) in skip
-
-
-def _pair(
-    entries: list["os.DirEntry[str]"],
-    files: set[str],
-    sidecars: dict[str, list[Sidecar]],
-    images: set[str],
-    options: SourceOptions,
-) -> Iterator[Item | str]:
-    orphans_seen: set[str] = set()
-    for entry in entries:
-        if entry.name not in files:
-            if os.path.isdir(entry.path):
-                yield entry.path
-            continue
-        stem, suffix = _split(entry.name)
-        if not sidecar_kind(suffix):
-            beside = tuple(sidecars.get(stem, ()))
-            yield Sample(entry.path, entry.path, sidecars=beside, caption_keys=options.caption_keys)
-        elif stem not in images and stem not in orphans_seen:
-            orphans_seen.add(stem)
-            yield Reject(entry.path, "missing-image", f"{entry.path}: no image of the same stem beside it")
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Stem and suffix at the last dot; the suffix is empty where there is none."""
-    stem, dot, suffix = name.rpartition(".")
-    return (stem, suffix) if dot else (name, "")
-
-
 def _read_table(path: str, options: SourceOptions) -> Iterator[Item]:
-    from rwkvclip_cli.data.packing.tables import read_table
-
     return read_table(path, options.image_key, options.caption_keys)
 
 
-def _check_table(path: str, options: SourceOptions) -> None:
-    from rwkvclip_cli.data.packing.tables import check_table
+def _table_columns(path: str, options: SourceOptions) -> Columns:
+    return table_columns(path, options.image_key, options.caption_keys, not options.has_tokens)
 
-    check_table(path, options.image_key, options.caption_keys)
+
+def _read_parquets(path: str, options: SourceOptions) -> Iterator[Item]:
+    return (item for file in parquet_files(path) for item in read_parquet(file, options))
+
+
+def _parquet_columns(path: str, options: SourceOptions) -> Columns:
+    files = parquet_files(path)
+    if not files:
+        raise UsageError(f"--format parquet: no {PARQUET} file in {path}", f"ls {path}")
+    taken = [parquet_columns(file, options) for file in files]
+    return taken[0]
+
+
+def _count_parquets(path: str, options: SourceOptions) -> int:
+    return sum(count_rows(file) for file in parquet_files(path))
 
 
 def _read_tars(path: str, options: SourceOptions) -> Iterator[Item]:
     from rwkvclip_cli.data.packing.tars import read_tar
 
     for tar in tars_of(path):
-        yield from read_tar(tar, options.image_key, options.caption_keys)
+        yield from read_tar(tar, options.image_key, options.caption_keys, not options.has_tokens)
 
 
 def _check_tars(path: str, options: SourceOptions) -> None:
@@ -215,10 +145,23 @@ def tars_of(path: str) -> list[str]:
     return [os.path.join(path, name) for name in tars]
 
 
+def _count_by(read: Callable[[str, SourceOptions], Iterator[Item]]) -> Callable[[str, SourceOptions], int]:
+    """Count by walking the items, where these hold no images."""
+
+    def count(path: str, options: SourceOptions) -> int:
+        items = (item for item in read(path, options) if not isinstance(item, Ignored))
+        return sum(not isinstance(item, Reject) or item.is_sample for item in items)
+
+    return count
+
+
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 KINDS = {
-    "folder": Kind(read_folder),
-    "table": Kind(_read_table, _check_table),
-    "webdataset": Kind(_read_tars, _check_tars),
+    "folder": Kind(read_folder, metadata_columns, _count_by(read_folder)),
+    "imagefolder": Kind(read_folder, check_metadata, _count_by(read_folder)),
+    "table": Kind(_read_table, _table_columns, _count_by(_read_table)),
+    "parquet": Kind(_read_parquets, _parquet_columns, _count_parquets),
+    "webdataset": Kind(_read_tars, _check_tars, lambda path, options: None),
 }
-SUFFIXES = {".csv": "table", ".tsv": "table", ".jsonl": "table"} | dict.fromkeys(TAR_SUFFIXES, "webdataset")
+SUFFIXES = {".csv": "table", ".tsv": "table", ".jsonl": "table", PARQUET: "parquet"}
+SUFFIXES |= dict.fromkeys(TAR_SUFFIXES, "webdataset")

@@ -10,8 +10,10 @@ import csv
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rwkvclip_cli.console import UsageError
@@ -22,15 +24,30 @@ from rwkvclip_cli.data.packing.samples import (
     Reject,
     Sample,
     captions_in,
+    texts_or_tokens,
     usual_names,
 )
 
 MAX_CELL_CHARACTERS = 2**27
 SHOWN_CHARACTERS = 200
+ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]+://")  # http://, s3://, but no drive of one letter
 
 
-def check_table(path: str, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> None:
-    """Raise UsageError where a table lacks the columns; of a .jsonl, the first row has to hold them."""
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table that are read, in order: of several, a row's first that holds something counts.
+
+    But of `captions` that the user named, each fills slots.
+    """
+
+    image: tuple[str, ...]
+    captions: tuple[str, ...]
+
+
+def table_columns(
+    path: str, image_key: str | None = None, caption_keys: Sequence[str] = (), needs_captions: bool = True
+) -> Columns:
+    """The columns that are read; UsageError where a table lacks them. Of a .jsonl, the first row has to hold them."""
     with _open_text(path) as lines:
         if _is_jsonl(path, lines):
             names = next((list(row) for row in map(_parse, _lines_of(lines)) if isinstance(row, dict)), [])
@@ -38,8 +55,17 @@ def check_table(path: str, image_key: str | None = None, caption_keys: Sequence[
             names = _header(_csv_reader(path, lines))
     if not names:
         raise UsageError(f"{path}: no rows")
-    _check_columns(path, names, "image", "--image-key", [image_key] if image_key else [], DEFAULT_IMAGE_KEYS)
-    _check_columns(path, names, "caption", "--caption-key", caption_keys, DEFAULT_CAPTION_KEYS)
+    return find_columns(path, names, image_key, caption_keys, needs_captions)
+
+
+def find_columns(
+    path: str, names: list[str], image_key: str | None, caption_keys: Sequence[str], needs_captions: bool = True
+) -> Columns:
+    """Those of `names` that the keys or, without them, the usual names choose; UsageError where there are none."""
+    image = _choose(path, names, "image", "--image-key", [image_key] if image_key else [], DEFAULT_IMAGE_KEYS)
+    if not needs_captions and not caption_keys:
+        return Columns(image, tuple(usual_names(names, DEFAULT_CAPTION_KEYS)))
+    return Columns(image, _choose(path, names, "caption", "--caption-key", caption_keys, DEFAULT_CAPTION_KEYS))
 
 
 def read_table(path: str, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Item]:
@@ -64,7 +90,7 @@ def _read_jsonl(path: str, lines: TextIO, image_key: str | None, caption_keys: S
         if not isinstance(row, dict):
             yield Reject(where, "bad-row", f"{where}: not a JSON object: {line.strip()[:SHOWN_CHARACTERS]}")
             continue
-        yield _sample(path, where, row, image_key, caption_keys)
+        yield sample_of(path, where, row, image_key, caption_keys)
 
 
 def _lines_of(lines: TextIO) -> Iterator[str]:
@@ -107,7 +133,7 @@ def _read_csv(path: str, lines: TextIO, image_key: str | None, caption_keys: Seq
         cells: dict[str, Any] = {name: padded[at] for name, at in columns.items()}
         for name in listed:
             cells[name] = _listed(cells[name])
-        yield _sample(path, where, cells, image_key, caption_keys)
+        yield sample_of(path, where, cells, image_key, caption_keys)
 
 
 def _fault(row: list[str], columns: int, delimiter: str, ended: bool, span: str) -> str:
@@ -126,17 +152,36 @@ def _fault(row: list[str], columns: int, delimiter: str, ended: bool, span: str)
     return ""
 
 
-def _sample(
+def sample_of(
     path: str, where: str, row: Mapping[str, Any], image_key: str | None, caption_keys: Sequence[str]
 ) -> Sample | Reject:
+    """The sample of a row (name -> value) of the table `path`; `where` names the row for people."""
     names = [image_key] if image_key else usual_names(row, DEFAULT_IMAGE_KEYS)
-    image = next((row[name] for name in names if row.get(name) is not None), None)
-    if not isinstance(image, str) or not image.strip():
+    image, name = _image(next((row[name] for name in names if row.get(name) is not None), None))
+    source = f"{where}:{name[:SHOWN_CHARACTERS]}" if name.strip() else where
+    if image is None:
         return Reject(where, "missing-image", f"{where}: the row names no image")
-    source = f"{where}:{image[:SHOWN_CHARACTERS]}"
-    if image.startswith(("http://", "https://")):
-        return Reject(source, "missing-image", f"{source} is an address; download the images first (img2dataset)")
-    return Sample(source, os.path.join(os.path.dirname(path), image), tuple(captions_in(row, caption_keys)))
+    if isinstance(image, str):
+        if ADDRESS.match(image):
+            return Reject(source, "missing-image", f"{source} is an address; download the images first (img2dataset)")
+        image = os.path.join(os.path.dirname(path), image)
+    return Sample(source, image, tuple(captions_in(row, caption_keys, texts_or_tokens)))
+
+
+def _image(value: Any) -> tuple[bytes | str | None, str]:
+    """A cell's picture, as bytes or as a path, and its name; None where it holds none."""
+    if isinstance(value, list) and value:
+        if len(value) > 1 and all(isinstance(byte, int) and 0 <= byte < 256 for byte in value):
+            return bytes(value), ""
+        value = value[0]  # a list of pictures stands for its first
+    name = ""
+    if isinstance(value, Mapping):
+        path = value.get("path")
+        name = path if isinstance(path, str) else ""
+        value = value["bytes"] if isinstance(value.get("bytes"), bytes) else name
+    if isinstance(value, bytes):
+        return value, name
+    return (value, value) if isinstance(value, str) and value.strip() else (None, "")
 
 
 def _listed(cell: str) -> Any:
@@ -182,19 +227,21 @@ def _header(reader: Any) -> list[str]:
         return []
 
 
-def _check_columns(
+def _choose(
     path: str, names: list[str], what: str, option: str, keys: Sequence[str], usual: Sequence[str]
-) -> None:
-    """Raise UsageError where the table lacks one of `keys`, or, without any, a column of the usual names."""
-    if not keys and not usual_names(names, usual):
+) -> tuple[str, ...]:
+    """`keys`, or without any those of `names` that are usual; UsageError where one is missing, or all are."""
+    found = tuple(keys or usual_names(names, usual))
+    if not found:
         raise UsageError(
             f"{path}: no {what} column among {_shown(names)}; looked for {', '.join(usual)}", f"{option} COLUMN"
         )
-    for key in keys:
+    for key in found:
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f"{option} {near[0]}" if near else f"{option} COLUMN"
             raise UsageError(f"{path}: no column {key!r} among {_shown(names)}", hint)
+    return found
 
 
 def _shown(names: list[str]) -> str:

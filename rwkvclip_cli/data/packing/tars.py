@@ -72,11 +72,14 @@ class _Group:
     first: str = ""
 
 
-def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Item]:
+def read_tar(
+    path: str, image_key: str | None = None, caption_keys: Sequence[str] = (), needs_captions: bool = True
+) -> Iterator[Item]:
     """Yield the samples of a tar (plain, gzip, bzip2 or xz) in order.
 
     The image is the first file of a sample with a picture's suffix, or of the suffix `image_key`. Other files
-    alone are ignored. Where the tar is damaged, what precedes is kept and one reject names the byte.
+    alone are ignored. An image without a caption is a reject, unless `needs_captions` is off. Where the tar is
+    damaged, what precedes is kept and one reject names the byte.
     """
     group: _Group | None = None
     try:
@@ -86,7 +89,7 @@ def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str
                 yield Ignored(f"{path}:{name}")
                 continue
             if group is not None and (key != group.key or suffix in group.suffixes):
-                yield _finish(path, group, caption_keys)
+                yield _finish(path, group, caption_keys, needs_captions)
                 group = None
             if group is None:
                 group = _Group(key, first=name)
@@ -94,7 +97,7 @@ def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str
     except _Damaged as damage:
         message = f"{path}: {damage.what} at byte {damage.offset:,}; what precedes is kept"
         if group is not None:
-            item = _finish(path, group, caption_keys)
+            item = _finish(path, group, caption_keys, needs_captions)
             # A sample that lacks a part here has most likely lost it to the damage: one input, one reject.
             if isinstance(item, Sample):
                 yield item
@@ -103,7 +106,7 @@ def read_tar(path: str, image_key: str | None = None, caption_keys: Sequence[str
         yield Reject(path, "damaged-tar", message)
         return
     if group is not None:
-        yield _finish(path, group, caption_keys)
+        yield _finish(path, group, caption_keys, needs_captions)
 
 
 def count_samples(path: str, enough: Callable[[], bool]) -> tuple[int, int] | None:
@@ -167,7 +170,7 @@ def _add(
         group.sidecars[kind] = Sidecar(kind, _read(tar, info))
 
 
-def _finish(path: str, group: _Group, caption_keys: Sequence[str]) -> Item:
+def _finish(path: str, group: _Group, caption_keys: Sequence[str], needs_captions: bool) -> Item:
     if not group.image:
         source = f"{path}:{group.first}"
         if not group.sidecars:
@@ -176,7 +179,7 @@ def _finish(path: str, group: _Group, caption_keys: Sequence[str]) -> Item:
     if group.fault:
         return group.fault
     source = f"{path}:{group.image}"
-    if not group.sidecars:
+    if not group.sidecars and needs_captions:
         return Reject(
             source, "missing-caption", f"{source}: no {group.key}.txt or .json next to it in the tar (tar --sort=name)"
         )

@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.images import read_file
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
-from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Reject, Sample, find_captions
+from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
+from rwkvclip_cli.data.packing.tokens import BadTokens, is_marked, token_slots
 from rwkvclip_cli.data.recordio import HEADER_BYTES, MAX_PAYLOAD_BYTES
 
 LOG_BYTES = 1 << 20
@@ -38,6 +39,7 @@ class Packed:
     labels: token ids of all slots. kept: as `prove.Prepared.kept`. width, height: pixels.
     token_counts: ids of each caption that has a slot, start and end counted, padding not.
     truncated, dropped: captions cut to the context length, captions beyond the slots.
+    unmarked: captions given as ids without CLIP's start or end token.
     """
 
     source: str
@@ -49,6 +51,7 @@ class Packed:
     token_counts: tuple[int, ...]
     truncated: int
     dropped: int
+    unmarked: int = 0
 
 
 def pack_samples(
@@ -56,17 +59,19 @@ def pack_samples(
 ) -> list[Packed | Reject]:
     """Make a record of each sample, or say why not."""
     outcomes: list[Packed | Reject | None] = [None] * len(samples)
-    captions: dict[int, list[str]] = {}
+    captions: dict[int, list[str | tuple[int, ...]]] = {}
     pictures: dict[int, bytes] = {}
     for index, sample in enumerate(samples):
         try:
-            captions[index] = clean_captions(find_captions(sample))
+            captions[index] = _usable(find_captions(sample), options.context_length)
             if captions[index]:
                 pictures[index] = sample.image if isinstance(sample.image, bytes) else read_file(sample.image)
             else:
                 outcomes[index] = Reject(sample.source, "missing-caption", _without_caption(sample))
         except BadCaptions as fault:
             outcomes[index] = Reject(sample.source, "unreadable-caption", f"{sample.source}: {fault}")
+        except BadTokens as fault:
+            outcomes[index] = Reject(sample.source, "bad-tokens", f"{sample.source}: {fault}")
         except BadImage as fault:
             outcomes[index] = Reject(sample.source, fault.reason, f"{sample.source}: {fault.message}")
     tokenizer = Tokenizer()
@@ -92,8 +97,17 @@ def pack_samples(
             tuple(_token_counts(ids, min(len(found), options.captions), options.context_length)),
             truncated,
             max(0, len(found) - options.captions),
+            sum(not isinstance(caption, str) and not is_marked(caption) for caption in found[: options.captions]),
         )
     return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _usable(captions: Sequence[Caption], context_length: int) -> list[str | tuple[int, ...]]:
+    """The captions that say something, each for one slot; BadTokens for ids that are none."""
+    found: list[str | tuple[int, ...]] = []
+    for caption in captions:
+        found += clean_captions([caption]) if isinstance(caption, str) else token_slots(caption, context_length)
+    return found
 
 
 def _without_caption(sample: Sample) -> str:
@@ -107,7 +121,7 @@ def _token_counts(ids: Sequence[int], slots: int, context_length: int) -> list[i
     counts = []
     for start in range(0, slots * context_length, context_length):
         count = context_length
-        while ids[start + count - 1] == 0:
+        while ids[start + count - 1] == 0:  # a slot is never blank
             count -= 1
         counts.append(count)
     return counts

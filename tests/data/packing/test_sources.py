@@ -11,15 +11,17 @@ from pack_files import told, write, write_tar
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.captions import clean_captions
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
+from rwkvclip_cli.data.packing.folders import read_folder
 from rwkvclip_cli.data.packing.samples import (
     BadCaptions,
     Sample,
     Sidecar,
+    SourceOptions,
     find_captions,
     printable,
     texts,
 )
-from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources, read_folder, read_sources
+from rwkvclip_cli.data.packing.sources import find_sources, read_sources
 
 
 def folder(root: Path, **options: object) -> list[tuple[str, object]]:

@@ -7,8 +7,8 @@ import pytest
 from pack_files import told
 
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.packing.samples import Reject, Sample
-from rwkvclip_cli.data.packing.sources import SourceOptions, find_sources
+from rwkvclip_cli.data.packing.samples import Reject, Sample, SourceOptions
+from rwkvclip_cli.data.packing.sources import find_sources
 from rwkvclip_cli.data.packing.tables import read_table
 
 
@@ -180,5 +180,5 @@ def test_a_table_without_the_columns_is_refused_before_any_work(tmp_path, conten
 @pytest.mark.parametrize("cell", ["[{[]}]", "[0x" + "f" * 5000 + "]", "[" * 5000, "[1, 2"])
 def test_a_cell_that_only_looks_like_a_list_kills_nothing(tmp_path, cell):
     (tmp_path / "t.csv").write_text(f'image,captions\nx.jpg,"{cell}"\n')
-    (item,) = read_table(str(tmp_path / "t.csv"), SourceOptions())
+    (item,) = read_table(str(tmp_path / "t.csv"))
     assert type(item).__name__ in ("Sample", "Reject")
