@@ -17,10 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+import typer.core
 
 from rwkvclip_cli import __version__, config, console
 from rwkvclip_cli.config import LaunchConfig
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.launch.exit_record import exit_recorded
 
 app = typer.Typer(
@@ -121,10 +122,28 @@ def command(
         settings: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["-h", "--help"]}
         if extra_args:
             settings["allow_extra_args"] = True
-        app.command(name, help=help, context_settings=settings)(run)
+        kind = _PassesOn if extra_args else typer.core.TyperCommand
+        app.command(name, help=help, context_settings=settings, cls=kind)(run)
         return function
 
     return register
+
+
+class _PassesOn(typer.core.TyperCommand):
+    """A command that hands what follows -- to train, and says so where an option of train's comes before."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What typer's own does, behind that look."""
+        own = {name.lstrip("-") for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        of_train = {config.option_name(field) for field in config.option_fields(config.TrainConfig)} - own
+        for token in args[: args.index("--") if "--" in args else len(args)]:
+            name = token.removeprefix("--").partition("=")[0].replace("_", "-")
+            if token.startswith("--") and name in of_train:
+                raise UsageError(
+                    f"--{name} is an option of train, and train's options follow --",
+                    hint=f"rwkvclip {ctx.info_name} -- {token} ...",
+                )
+        return super().parse_args(ctx, args)
 
 
 def _made(options: type, context: typer.Context, values: dict[str, Any]) -> Any:
@@ -255,6 +274,19 @@ def _bench(options: config.BenchConfig) -> None:
         console.result_json(found.document())
     else:
         console.result(found.text())
+
+
+@command("inspect", config.InspectConfig, "Look into a packed data set: summary, records, proof, repair, export, plan.")
+def _inspect(options: config.InspectConfig) -> None:
+    from rwkvclip_cli.inspect import inspect_data
+
+    report = inspect_data(options)
+    if options.json:
+        console.result_json(report.document)
+    else:
+        console.result(report.text)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
 @command("demo", config.DemoConfig, "Pack, check, train and evaluate on drawn scenes: everything once, in minutes.")

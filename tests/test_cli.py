@@ -90,3 +90,13 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "b\\xe4r \\u732b.rec" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("given", [["--output", "x"], ["--gpus", "2", "--train_data=a.rec", "--", "--output", "x"]])
+def test_an_option_of_train_before_the_dashes_is_told_where_to_go(given: list[str]) -> None:
+    done = run_cli("launch", *given)
+    name = "--output" if given[0] == "--output" else "--train-data"
+    assert done.returncode == 2
+    assert f"{name} is an option of train, and train's options follow --" in done.stderr
+    assert "rwkvclip launch -- --" in done.stderr
+    assert "No such option: --outptu" in run_cli("launch", "--outptu", "x").stderr
