@@ -103,16 +103,20 @@ def test_what_never_needs_torch_imports_it_nowhere(room: str) -> None:
 @pytest.mark.parametrize(
     ("room", "others"),
     [
-        ("console", ("bench", "cli", "config", "data", "demo", "launch", "model", "nccl", "nccl_check", "train")),
-        ("config", ("bench", "cli", "data", "demo", "launch", "model", "nccl", "nccl_check", "train")),
-        ("data", ("bench", "cli", "demo", "launch", "model", "nccl", "nccl_check", "train")),
-        ("train.losses", ("bench", "cli", "data", "demo", "launch", "model", "nccl", "nccl_check")),
-        ("model", ("bench", "cli", "data", "demo", "launch", "nccl", "nccl_check", "train")),
-        ("launch", ("bench", "cli", "data", "demo", "model", "nccl", "nccl_check", "train")),
-        ("nccl", ("bench", "cli", "data", "demo", "model", "nccl_check", "train")),
-        ("train", ("bench", "cli", "demo", "nccl", "nccl_check")),
-        ("bench", ("cli", "launch", "nccl", "nccl_check")),
-        ("demo", ("bench", "cli", "model", "nccl", "nccl_check")),
+        (
+            "console",
+            ("bench", "cli", "config", "data", "demo", "inspect", "launch", "model", "nccl", "nccl_check", "train"),
+        ),
+        ("config", ("bench", "cli", "data", "demo", "inspect", "launch", "model", "nccl", "nccl_check", "train")),
+        ("data", ("bench", "cli", "demo", "inspect", "launch", "model", "nccl", "nccl_check", "train")),
+        ("train.losses", ("bench", "cli", "data", "demo", "inspect", "launch", "model", "nccl", "nccl_check")),
+        ("model", ("bench", "cli", "data", "demo", "inspect", "launch", "nccl", "nccl_check", "train")),
+        ("launch", ("bench", "cli", "data", "demo", "inspect", "model", "nccl", "nccl_check", "train")),
+        ("nccl", ("bench", "cli", "data", "demo", "inspect", "model", "nccl_check", "train")),
+        ("train", ("bench", "cli", "demo", "inspect", "nccl", "nccl_check")),
+        ("bench", ("cli", "inspect", "launch", "nccl", "nccl_check")),
+        ("demo", ("bench", "cli", "inspect", "model", "nccl", "nccl_check")),
+        ("inspect", ("bench", "cli", "demo", "launch", "model", "nccl", "nccl_check")),
     ],
 )
 def test_rooms_know_only_what_lies_below_them(room: str, others: tuple[str, ...]) -> None:

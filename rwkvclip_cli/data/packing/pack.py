@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -248,7 +249,8 @@ def _take(outcome: Outcome, tally: _Tally, writer: Writer, output: OutputSet) ->
         output.rejects.write(_reject_line(outcome))
     else:
         writer.write(outcome.labels, outcome.jpeg)
-        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\n")
+        checksum = zlib.crc32(outcome.jpeg, zlib.crc32(outcome.labels))
+        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{checksum:08x}\n")
         tally.add(outcome)
         if tally.count % HASH_EVERY_RECORDS == 0:
             output.hash_written()

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from array import array
 from collections import Counter
 from pathlib import Path
@@ -119,15 +120,16 @@ def test_the_records_hold_header_tokens_and_jpeg(packed):
     tokenizer = Tokenizer()
     with RecordReader(out) as reader:
         assert len(reader) == summary.count == len(sources)
-        for ordinal, (number, source, kept) in enumerate(sources):
+        for ordinal, (number, source, kept, checksum) in enumerate(sources):
             record = reader.record(ordinal)
             assert (int(number), record.id, record.id2, record.label) == (ordinal, ordinal, 0, 0.0)
             assert len(record.labels) == 231
             assert record.image.startswith(b"\xff\xd8\xff")
+            assert checksum == f"{zlib.crc32(bytes(record.labels) + record.image):08x}"
             path = out.parent / source
             if kept == "kept" and path.is_file():
                 assert record.image == path.read_bytes()
-        by_source = {source: ordinal for ordinal, (_, source, _) in enumerate(sources)}
+        by_source = {source: ordinal for ordinal, (_, source, _, _) in enumerate(sources)}
         cat = reader.record(by_source["imgs/cat_two_jpegs.jpg"])
         captions = ["an awkward picture", "cat_two_jpegs.jpg"]
         assert list(cat.labels) == tokenizer.fill_slots(captions, 3)[0]
@@ -142,7 +144,7 @@ def test_the_records_hold_header_tokens_and_jpeg(packed):
 def test_sources_say_how_each_was_kept_on_one_line_each(packed):
     out, _ = packed
     lines = out.with_suffix(".sources.tsv").read_text().split("\n")[:-1]
-    kept = {source: how for _, source, how in (line.split("\t") for line in lines)}
+    kept = {source: how for _, source, how, _ in (line.split("\t") for line in lines)}
     assert {source: how for source, how in kept.items() if source.startswith("imgs/")} == {
         "imgs/back\\\\slash.jpg": "kept",
         "imgs/caf\\xe9.jpg": "kept",

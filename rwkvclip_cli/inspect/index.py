@@ -1,0 +1,122 @@
+"""The .idx beside a .rec, read whatever is wrong with it, and made anew.
+
+>>> listed = read_listing(Path("pairs.idx"))
+>>> listed.offsets[:2], listed.faults.total
+(array('Q', [0, 2116]), 0)
+"""
+
+import contextlib
+import operator
+import os
+import re
+from array import array
+from pathlib import Path
+
+from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.inspect.faults import Fault, FaultLog
+from rwkvclip_cli.inspect.files import read_beside
+from rwkvclip_cli.inspect.scan import Damage, RecFile
+
+LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?\n?")
+MAX_LINE_BYTES = 4096
+
+
+class Listing:
+    """The offsets that an index lists, rising, with the line of each. Eight bytes a record, 24 where it is shuffled."""
+
+    def __init__(self) -> None:
+        self.offsets = array("Q")
+        self.faults = FaultLog()
+        self._lines: array[int] | None = None  # where they are not 1, 2, 3, ...
+
+    def line(self, position: int) -> int:
+        """The line, from 1, of `offsets[position]`."""
+        return position + 1 if self._lines is None else self._lines[position]
+
+    def sort(self, lines: "array[int]") -> None:
+        """Bring the offsets into rising order, each with its line."""
+        if any(line != number for number, line in enumerate(lines, 1)) or self.faults.counts["index-order"]:
+            order = sorted(range(len(self.offsets)), key=self.offsets.__getitem__)
+            self.offsets = array("Q", (self.offsets[place] for place in order))
+            self._lines = array("Q", (lines[place] for place in order))
+
+
+def read_listing(path: Path) -> Listing:
+    """Read every line that can be read; the faults name the others, and what goes back or comes twice."""
+    listing, lines, keys = Listing(), array("Q"), array("Q")
+    last = -1
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                match = LINE.fullmatch(line)
+                if match is None:
+                    message = f"{line[:60]!r} is not a key, a tab and an offset"
+                    listing.faults.add(Fault("index-line", message, line=number))
+                    continue
+                offset = int(match[2])
+                if offset < last:
+                    message = f"offset {offset:,} follows offset {last:,}"
+                    listing.faults.add(Fault("index-order", message, line=number))
+                last = offset
+                keys.append(int(match[1]))
+                lines.append(number)
+                listing.offsets.append(offset)
+    except OSError as error:
+        listing.faults.add(Fault("index-missing", f"cannot read {path.name}: {error.strerror}"))
+    _check_keys(listing, keys, lines)
+    listing.sort(lines)
+    return listing
+
+
+def _check_keys(listing: Listing, keys: "array[int]", lines: "array[int]") -> None:
+    # The usual index has ascending keys; only others cost a set.
+    if all(map(operator.lt, keys, memoryview(keys)[1:])):
+        return
+    seen = set[int]()
+    last = -1
+    for key, line in zip(keys, lines, strict=True):
+        if key in seen:
+            listing.faults.add(Fault("index-duplicate", f"repeats the key {key}", line=line))
+        elif key < last:
+            listing.faults.add(Fault("index-order", f"key {key} follows key {last}", line=line))
+        seen.add(key)
+        last = key
+
+
+def rebuild_index(rec: Path) -> tuple[Path, int]:
+    """Write the .idx of a .rec anew, in one step, from the heads of its records; return its path and their count.
+
+    Raises RwkvClipError at the first damage: where the next record begins would be a guess. The same where the manifest
+    counts other records than there are.
+    """
+    with RecFile(rec) as file:
+        beside = read_beside(file)
+        salvage = f"rwkvclip inspect {rec} --salvage OUT.rec"
+        aside = beside.idx.with_name(f".{beside.idx.name}.partial-{os.getpid()}")
+        count = 0
+        try:
+            with aside.open("w", encoding="ascii", newline="\n") as index:
+                for found in file.walk():
+                    if isinstance(found, Damage):
+                        raise RwkvClipError(
+                            f"{rec}: record {count} at byte {found.offset:,} is damaged: {found.message}", salvage
+                        )
+                    index.write(f"{count}\t{found}\n")
+                    count += 1
+                if not count:
+                    raise RwkvClipError(f"{rec} is empty: there is no record to list")
+                if beside.manifest and beside.manifest["count"] != count:
+                    raise RwkvClipError(
+                        f"{rec} holds {count:,} records, its manifest says {beside.manifest['count']:,}", salvage
+                    )
+                index.flush()
+                os.fsync(index.fileno())
+            os.replace(aside, beside.idx)
+        except OSError as error:
+            raise RwkvClipError(f"cannot write {beside.idx}: {error.strerror}", f"df -h {rec.parent}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+    return beside.idx, count

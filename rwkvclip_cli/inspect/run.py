@@ -1,0 +1,178 @@
+"""`rwkvclip inspect`: the mode that its options ask for, and its result as a document and as text.
+
+>>> print(inspect_data(InspectConfig(data="pairs.rec")).text)
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rwkvclip_cli.config import InspectConfig
+from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED
+from rwkvclip_cli.data.packed import open_packed
+from rwkvclip_cli.data.packing.samples import printable
+from rwkvclip_cli.inspect.check import Prover, pool_prover
+from rwkvclip_cli.inspect.export import export
+from rwkvclip_cli.inspect.faults import KEPT_FAULTS, Fault
+from rwkvclip_cli.inspect.files import Beside, read_beside
+from rwkvclip_cli.inspect.index import rebuild_index
+from rwkvclip_cli.inspect.plan import plan, plan_text
+from rwkvclip_cli.inspect.salvage import salvage
+from rwkvclip_cli.inspect.scan import RecFile
+from rwkvclip_cli.inspect.summary import describe_records, summarize
+from rwkvclip_cli.inspect.verify import Verdict, verify
+
+SHOWN_FAULTS = 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an inspection has to say: `document` for JSON, `text` for people. exit_code: 1 where it found faults."""
+
+    document: dict[str, Any]
+    text: str
+    exit_code: int = EXIT_DONE
+
+
+def inspect_data(options: InspectConfig) -> Report:
+    """Do what the options ask for. Damage is a result; RwkvClipError says what could not be done because of it."""
+    rec = Path(options.data)
+    if options.plan:
+        found = plan(open_packed(rec), options)
+        return _report(options, "plan", found, plan_text(found))
+    if options.rebuild_index:
+        idx, count = rebuild_index(rec)
+        text = f"{printable(str(idx))}: {count:,} records"
+        return _report(options, "rebuild-index", {"index": printable(str(idx)), "records": count}, text)
+    with RecFile(rec) as file:
+        beside = read_beside(file)
+        if options.verify:
+            return _verify(options, file, beside, _prover(options, beside))
+        if options.salvage is not None:
+            return _salvage(options, file, beside, _prover(options, beside))
+        if options.export is not None:
+            return _export(options, file, beside)
+        if options.records is not None:
+            return _records(options, file, beside)
+        return _summary(options, file, beside)
+
+
+def _report(options: InspectConfig, mode: str, found: dict[str, Any], text: str, failed: bool = False) -> Report:
+    document = {"data": printable(options.data), "mode": mode, **found}
+    return Report(document, text, EXIT_FAILED if failed else EXIT_DONE)
+
+
+def _prover(options: InspectConfig, beside: Beside) -> Prover | None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return pool_prover(options.proof, beside, options.workers or cores)
+
+
+def _verify(options: InspectConfig, file: RecFile, beside: Beside, prover: Prover | None) -> Report:
+    verdict = verify(file, beside, prover)
+    faults = [fault.document() for fault in verdict.log.first]
+    found = {
+        "sound": verdict.is_sound,
+        "records": verdict.records,
+        "sound_records": verdict.sound,
+        "size_bytes": file.size_bytes,
+        "proof": options.proof,
+        "checksums": verdict.checksums,
+        "content_hash_checked": verdict.hashed,
+        "fault_counts": dict(sorted(verdict.log.counts.items())),
+        "faults": faults,
+        "faults_left_off": verdict.log.total - len(faults),
+        "missing": list(beside.missing),
+    }
+    return _report(options, "verify", found, _verdict_text(options, file, verdict), not verdict.is_sound)
+
+
+def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> str:
+    proved = {
+        "decode": "every image decoded in DALI",
+        "structure": "every image's markers walked",
+        "none": "no image looked at",
+    }
+    name = printable(options.data)
+    basis = [proved[options.proof], *(["content hash compared"] if verdict.hashed else [])]
+    basis += ["captions and images compared with their checksums"] if verdict.checksums else []
+    head = f"{name}: {verdict.records:,} records, {file.size_bytes:,} bytes; {', '.join(basis)}"
+    if verdict.is_sound:
+        return f"{head}\nsound"
+    lines = [head, f"{verdict.log.total:,} faults, {verdict.sound:,} records without one"]
+    lines += [f"  {kind}: {count:,}" for kind, count in sorted(verdict.log.counts.items())]
+    lines += [str(fault) for fault in verdict.log.first[:SHOWN_FAULTS]]
+    if verdict.log.total > SHOWN_FAULTS:
+        lines.append(f"... --json lists the first {KEPT_FAULTS:,}")
+    return "\n".join(lines)
+
+
+def _salvage(options: InspectConfig, file: RecFile, beside: Beside, prover: Prover | None) -> Report:
+    assert options.salvage is not None
+    saved = salvage(file, beside, prover, options.salvage)
+    lost = sum(saved.lost.values())
+    lines = [f"{printable(saved.out)}: {saved.kept:,} records kept, {saved.before:,} of them before the first damage"]
+    lines.append(f"lost: {lost:,}" + (", each named in the .rejects.jsonl beside it" if lost else ""))
+    lines += [f"  {kind}: {count:,}" for kind, count in saved.lost.items()]
+    found = asdict(saved) | {"out": printable(saved.out)}
+    return _report(options, "salvage", found, "\n".join(lines))
+
+
+def _export(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+    assert options.export is not None
+    written = export(file, beside, options.export, options.records)
+    folder = printable(written.folder)
+    lines = [f"{folder}: {written.count:,} images, each with its captions in a .json"]
+    if written.changed:
+        lines.append(f"captions that give other tokens when they are packed again: in {written.changed:,} records")
+    return _report(options, "export", asdict(written) | {"folder": folder}, "\n".join(lines))
+
+
+def _records(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+    assert options.records is not None
+    described = describe_records(file, beside, options.records)
+    lines = []
+    for entry in described:
+        head = f"record {entry['record']} at byte {entry['offset']:,}"
+        if "format" in entry:
+            size = f"{entry['width']}x{entry['height']}"
+            head += f": {entry['format']} {size}, {entry['image_bytes']:,} bytes"
+        lines.append(f"{head}  {entry['source']}, {entry['kept']}" if "source" in entry else head)
+        lines += [f"  {slot}: {caption}" for slot, caption in enumerate(entry.get("captions", []))]
+        lines += [f"  fault: {entry['fault']}"] if "fault" in entry else []
+    failed = any("fault" in entry for entry in described)
+    return _report(options, "records", {"records": described}, "\n".join(lines) or "no records", failed)
+
+
+def _summary(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+    found = summarize(file, beside)
+    name, manifest = printable(options.data), found["manifest"]
+    lines = [f"{name}: {found['records']:,} records, {found['size_bytes']:,} bytes"]
+    lines.append(
+        f"  labels: {found['label_width']}, {found['captions']} captions of {found['context_length']} token ids"
+    )
+    if "tokenizer" in manifest:
+        lines.append(f"  tokenizer: {_name_of(manifest['tokenizer'])}")
+    if "sources" in manifest:
+        lines.append(f"  packed from: {_names(manifest['sources'])}")
+    if "shuffled" in manifest:
+        lines.append(f"  order: {'shuffled' if manifest['shuffled'] else 'as in the sources'}")
+    if "rejects" in manifest:
+        lines.append(f"  rejects: {manifest['rejects']}")
+    kept = found["statistics"].get("kept") if isinstance(found["statistics"], dict) else None
+    if isinstance(kept, dict):
+        lines += [f"  {how}: {count}" for how, count in kept.items()]
+    if "content_hash" in manifest:
+        lines.append(f"  content hash: {manifest['content_hash']}")
+    if found["missing"]:
+        lines.append(f"  missing: {', '.join(found['missing'])}")
+    lines += [f"  fault: {Fault(**fault)}" for fault in found["faults"]]
+    return _report(options, "summary", found, "\n".join(lines), bool(found["faults"]))
+
+
+def _name_of(tokenizer: object) -> str:
+    return str(tokenizer.get("name")) if isinstance(tokenizer, dict) else str(tokenizer)
+
+
+def _names(sources: object) -> str:
+    return ", ".join(map(str, sources)) if isinstance(sources, list) else str(sources)

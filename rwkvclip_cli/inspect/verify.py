@@ -1,0 +1,80 @@
+"""`rwkvclip inspect DATA.rec --verify`: is this set what was packed, and will every record train?
+
+>>> verify(Path("pairs.rec")).total
+0
+"""
+
+from dataclasses import dataclass
+
+from rwkvclip_cli.console import progress
+from rwkvclip_cli.data.packing.output import FollowingHash
+from rwkvclip_cli.inspect.check import Prover, check_records
+from rwkvclip_cli.inspect.faults import Fault, FaultLog
+from rwkvclip_cli.inspect.files import Beside
+from rwkvclip_cli.inspect.index import Listing, read_listing
+from rwkvclip_cli.inspect.scan import RecFile
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verification found. records: whole ones in the file; sound: those of them without a fault of their own."""
+
+    records: int
+    sound: int
+    log: FaultLog
+    hashed: bool
+    checksums: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing at all is wrong."""
+        return not self.log.total
+
+
+def verify(file: RecFile, beside: Beside, prover: Prover | None) -> Verdict:
+    """Check the index against the records in both directions, every record, the manifest and the hash."""
+    log = FaultLog()
+    listing = _listing(beside, log)
+    records = sound = checksums = 0
+    expected = beside.manifest.get("count") if beside.manifest else (len(listing.offsets) if listing else None)
+    with progress(expected, "verifying", "records") as bar:
+        for checked in check_records(file, beside, listing, prover, log):
+            records += checked.record is not None
+            sound += checked.record is not None and not checked.faults
+            checksums += checked.origin is not None and checked.origin.checksum is not None
+            bar.advance(1, f"{log.total:,} faults" if log.total else "")
+    if beside.fault:
+        log.add(Fault("manifest", beside.fault))
+    hashed = _check_manifest(file, beside, records, log)
+    return Verdict(records, sound, log, hashed, checksums)
+
+
+def _listing(beside: Beside, log: FaultLog) -> Listing | None:
+    if not beside.idx.is_file():
+        log.add(Fault("index-missing", f"there is no {beside.idx.name}"))
+        return None
+    listing = read_listing(beside.idx)
+    log.counts += listing.faults.counts
+    log.first += listing.faults.first
+    return listing
+
+
+def _check_manifest(file: RecFile, beside: Beside, records: int, log: FaultLog) -> bool:
+    """Compare size, count and hash; return whether there was a hash to compare."""
+    manifest = beside.manifest
+    if manifest and manifest["count"] != records:
+        log.add(Fault("manifest", f"it counts {manifest['count']:,} records; {records:,} can be read"))
+    if "size_bytes" in manifest and manifest["size_bytes"] != file.size_bytes:
+        message = f"it says {manifest['size_bytes']} bytes; {file.path.name} has {file.size_bytes:,}"
+        log.add(Fault("manifest", message))
+    if not beside.is_ours:
+        return False
+    found = FollowingHash(file.path)
+    try:
+        content_hash = found.update()
+    finally:
+        found.close()
+    if content_hash != manifest["content_hash"]:
+        message = f"SHA-256 {content_hash}, packed with {str(manifest['content_hash'])[:64]}"
+        log.add(Fault("content-hash", message))
+    return True
