@@ -82,6 +82,7 @@ def _rows_then_rest(
 ) -> Iterator[Item | str]:
     own = listed[-1]
     try:
+        _columns(own.table, _with_key(own.table, options))
         for item in read_metadata(own.table, options):
             if isinstance(item, Sample) and isinstance(item.image, str):
                 own.add(item.image)

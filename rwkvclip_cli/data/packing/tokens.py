@@ -142,12 +142,12 @@ def join_tokens(items: Iterable[Item], tokens: TokenFile) -> Iterator[Item]:
     rows = read_tokens(tokens)
     samples = 0
     for item in items:
+        if isinstance(item, Reject) and item.reason in LOST_SAMPLES:
+            raise RwkvClipError(
+                f"{item.message}; which row of --tokens {tokens.path} belongs to which sample cannot be known",
+                "mend that source, or pack without --tokens",
+            )
         if isinstance(item, Ignored) or (isinstance(item, Reject) and not item.is_sample):
-            if isinstance(item, Reject) and item.reason in LOST_SAMPLES:
-                raise RwkvClipError(
-                    f"{item.message}; which row of --tokens {tokens.path} belongs to which sample cannot be known",
-                    "mend that source, or pack without --tokens",
-                )
             yield item
             continue
         row = next(rows, None)

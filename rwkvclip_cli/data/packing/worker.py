@@ -113,7 +113,9 @@ def _usable(captions: Sequence[Caption], context_length: int) -> list[str | tupl
 def _without_caption(sample: Sample) -> str:
     if sample.sidecars or sample.captions:
         return f"{sample.source}: its captions are blank"
-    return f"{sample.source}: no caption file of the same stem beside it"
+    if sample.source == sample.image:
+        return f"{sample.source}: no caption file of the same stem beside it"
+    return f"{sample.source}: no caption in its row"
 
 
 def _token_counts(ids: Sequence[int], slots: int, context_length: int) -> list[int]:
