@@ -93,7 +93,7 @@ def _columns_lines(taken: dict[str, Columns]) -> list[str]:
     for columns, paths in sources.items():
         of = "" if len(sources) == 1 else f" of {printable(paths[0])}"
         more = f" and {len(paths) - 1:,} more" if of and len(paths) > 1 else ""
-        captions = ", ".join(columns.captions) or "no column"
+        captions = (", " if columns.are_named else ", else ").join(columns.captions) or "no column"
         lines.append(f"columns{of}{more}: image from {', else '.join(columns.image)}; captions from {captions}")
     return [printable(line) for line in lines]
 

@@ -6,17 +6,19 @@
 Images are bytes, structs of bytes and path (as Hugging Face's datasets writes them), or paths. Needs pyarrow.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.data.packing.samples import Item, Reject, SourceOptions
-from rwkvclip_cli.data.packing.tables import Columns, find_columns, sample_of
+from rwkvclip_cli.data.packing.tables import SHOWN_CHARACTERS, Columns, find_columns, sample_of
 
 SUFFIX = ".parquet"
 MAGIC = b"PAR1"
+HIDDEN = "._"  # Spark leaves a _SUCCESS beside the parts
 BATCH_BYTES = 2**24
 BATCH_ROWS = 1024
 BUFFER_BYTES = 2**20
@@ -40,7 +42,19 @@ def parquet_files(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
     names = sorted(os.listdir(path), key=os.fsencode)
-    return [os.path.join(path, name) for name in names if name.lower().endswith(SUFFIX) and not name.startswith(".")]
+    return [os.path.join(path, name) for name in names if name.lower().endswith(SUFFIX) and name[0] not in HIDDEN]
+
+
+def is_all_parquet(folder: str) -> bool:
+    """Whether a folder holds parquet files and nothing else: the parts of one table, as they are published."""
+    try:
+        names = [name for name in os.listdir(folder) if name[0] not in HIDDEN]
+    except OSError:
+        return False
+    # A metadata.parquet alone is the table of an image folder that lost its images.
+    return bool(names) and all(
+        name.lower().endswith(SUFFIX) and not name.lower().startswith("metadata.") for name in names
+    )
 
 
 def parquet_columns(path: str, options: SourceOptions) -> Columns:
@@ -71,7 +85,7 @@ def read_parquet(path: str, options: SourceOptions) -> Iterator[Item]:
                 try:
                     batch = next(batches, None)
                 except _faults() as error:
-                    fault = " ".join(str(error).split())[:200]
+                    fault = " ".join(str(error).split())[:SHOWN_CHARACTERS]
                     break
                 if batch is None:
                     break
@@ -141,7 +155,7 @@ def _columns(path: str, schema: Any, options: SourceOptions) -> Columns:
         )
     for name in columns.captions:
         _check_tokens(path, name, types[name], options.context_length)
-    return Columns(tuple(pictures), columns.captions)
+    return replace(columns, image=tuple(pictures))
 
 
 def _can_be_image(kind: Any) -> bool:
@@ -180,19 +194,25 @@ def _check_tokens(path: str, name: str, kind: Any, context_length: int) -> None:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _open(path: str) -> Iterator[Any]:
     """The open file; UnableError without pyarrow, UsageError where it is no parquet table."""
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UnableError(f"{path}: parquet tables need pyarrow", 'pip install "rwkvclip[parquet]"') from error
-    try:
-        # Through a buffer: otherwise a whole column of a row group is read at once, whatever its size.
-        file = pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
-    except _faults() as error:
-        raise UsageError(f"{path}: not a readable parquet table ({' '.join(str(error).split())[:200]})") from error
-    with file:
+    if not os.path.isfile(path):
+        raise UsageError(f"{path}: not a regular file")
+    with contextlib.ExitStack() as stack:
+        try:
+            # Opened here, because pyarrow takes no name that is not UTF-8.
+            raw = stack.enter_context(open(path, "rb"))
+            # Through a buffer: otherwise a whole column of a row group is read at once, whatever its size.
+            file = pq.ParquetFile(raw, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+            stack.enter_context(file)
+        except _faults() as error:
+            words = " ".join(str(error).split())[:SHOWN_CHARACTERS]
+            raise UsageError(f"{path}: not a readable parquet table ({words})") from error
         yield file
 
 

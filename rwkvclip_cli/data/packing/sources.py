@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.packing.folders import check_metadata, metadata_columns, read_folder
 from rwkvclip_cli.data.packing.parquet import SUFFIX as PARQUET
-from rwkvclip_cli.data.packing.parquet import count_rows, is_parquet, parquet_columns, parquet_files, read_parquet
+from rwkvclip_cli.data.packing.parquet import (
+    count_rows,
+    is_all_parquet,
+    is_parquet,
+    parquet_columns,
+    parquet_files,
+    read_parquet,
+)
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions
 from rwkvclip_cli.data.packing.tables import Columns, read_table, table_columns
 
@@ -78,19 +85,12 @@ def kind_of(path: str, options: SourceOptions) -> str:
             raise UsageError(f"--format table: {path} is a folder", "--format folder")
         return "parquet" if options.format == "table" and is_parquet(path) else options.format
     if is_folder:
-        return "parquet" if _is_all_parquet(path) else "folder"
+        return "parquet" if is_all_parquet(path) else "folder"
     for suffix, name in SUFFIXES.items():
         if path.lower().endswith(suffix):
             return name
     known = ", ".join(SUFFIXES)
     raise UsageError(f"{path}: a source is a folder or ends in {known}", f"--format table, or webdataset, for {path}")
-
-
-def _is_all_parquet(folder: str) -> bool:
-    """Whether a folder holds parquet files and nothing else: parts of one table, as they are published."""
-    names = [name for name in _neighbours(os.path.join(folder, "")) if not name.startswith(".")]
-    are_parquet = all(name.lower().endswith(PARQUET) and not name.lower().startswith("metadata.") for name in names)
-    return bool(names) and are_parquet
 
 
 def _neighbours(path: str) -> list[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.data.captions import START_ID
 from rwkvclip_cli.data.packing.samples import (
     DEFAULT_CAPTION_KEYS,
     DEFAULT_IMAGE_KEYS,
@@ -32,16 +33,20 @@ MAX_CELL_CHARACTERS = 2**27
 SHOWN_CHARACTERS = 200
 ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]+://")  # http://, s3://, but no drive of one letter
 
+# A list of token ids as text: no caption of words begins so.
+TOKENS = re.compile(rf"\s*\[\s*{START_ID}(\.0*)?\s*,")
+
 
 @dataclass(frozen=True)
 class Columns:
     """The columns of a table that are read, in order: of several, a row's first that holds something counts.
 
-    But of `captions` that the user named, each fills slots.
+    are_named: the user named those of `captions`, and each fills slots.
     """
 
     image: tuple[str, ...]
     captions: tuple[str, ...]
+    are_named: bool = False
 
 
 def table_columns(
@@ -65,7 +70,8 @@ def find_columns(
     image = _choose(path, names, "image", "--image-key", [image_key] if image_key else [], DEFAULT_IMAGE_KEYS)
     if not needs_captions and not caption_keys:
         return Columns(image, tuple(usual_names(names, DEFAULT_CAPTION_KEYS)))
-    return Columns(image, _choose(path, names, "caption", "--caption-key", caption_keys, DEFAULT_CAPTION_KEYS))
+    captions = _choose(path, names, "caption", "--caption-key", caption_keys, DEFAULT_CAPTION_KEYS)
+    return Columns(image, captions, bool(caption_keys))
 
 
 def read_table(path: str, image_key: str | None = None, caption_keys: Sequence[str] = ()) -> Iterator[Item]:
@@ -113,6 +119,7 @@ def _read_csv(path: str, lines: TextIO, image_key: str | None, caption_keys: Seq
     # A cell of captions may spell a list only where nobody named the columns and this is the list's own.
     usual = () if caption_keys else usual_names(names, DEFAULT_CAPTION_KEYS)[:1]
     listed = [name for name in usual if name.lower() == DEFAULT_CAPTION_KEYS[0]]
+    captions = [name for name in caption_keys or usual_names(names, DEFAULT_CAPTION_KEYS) if name in columns]
     while True:
         first = reader.line_num + 1
         where = f"{path}:{first}"
@@ -131,8 +138,9 @@ def _read_csv(path: str, lines: TextIO, image_key: str | None, caption_keys: Seq
             continue
         padded = row + [""] * (len(names) - len(row))
         cells: dict[str, Any] = {name: padded[at] for name, at in columns.items()}
-        for name in listed:
-            cells[name] = _listed(cells[name])
+        for name in captions:
+            if name in listed or TOKENS.match(cells[name]):
+                cells[name] = _listed(cells[name])
         yield sample_of(path, where, cells, image_key, caption_keys)
 
 

@@ -162,4 +162,6 @@ def test_an_image_folder_packs_and_the_summary_says_from_which_columns(tmp_path)
     summary = pack(PackConfig(sources=(str(root),), out=str(tmp_path / "out.rec"), proof="structure", workers=1))
     assert (summary.count, summary.reasons) == (2, {"missing-caption": 1})
     assert "columns: image from file_name; captions from text" in summary.text()
-    assert summary.document()["columns"] == {str(root): {"image": ("file_name",), "captions": ("text",)}}
+    assert summary.document()["columns"] == {
+        str(root): {"image": ("file_name",), "captions": ("text",), "are_named": False}
+    }

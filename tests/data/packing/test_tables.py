@@ -182,3 +182,20 @@ def test_a_cell_that_only_looks_like_a_list_kills_nothing(tmp_path, cell):
     (tmp_path / "t.csv").write_text(f'image,captions\nx.jpg,"{cell}"\n')
     (item,) = read_table(str(tmp_path / "t.csv"))
     assert type(item).__name__ in ("Sample", "Reject")
+
+
+def test_a_csv_cell_that_spells_token_ids_is_token_ids(tmp_path):
+    content = 'image,caption\na.jpg,"[49406, 320, 49407]"\nb.jpg,"[49406.0,320.0]"\nc.jpg,[49406]\nd.jpg,"[1, 2]"\n'
+    (tmp_path / "t.csv").write_text(content)
+    captions = [item.captions for item in read_table(str(tmp_path / "t.csv")) if isinstance(item, Sample)]
+    assert captions == [((49406, 320, 49407),), ((49406.0, 320.0),), ("[49406]",), ("[1, 2]",)]
+
+
+def test_of_two_keys_with_one_name_in_a_jsonl_the_last_counts(tmp_path):
+    content = '{"image": "a.jpg", "image": "b.jpg", "caption": "x", "caption": "\\ud83d"}'
+    assert table(tmp_path / "t.jsonl", content) == [("t.jsonl:1:b.jpg", ["\ufffd"])]
+
+
+def test_addresses_of_any_kind_are_no_files(tmp_path):
+    found = table(tmp_path / "t.csv", "image,caption\ns3://b/a.jpg,x\nC:/a.jpg,y\nfile:///a.jpg,z\n")
+    assert [what for _, what in found] == ["missing-image", ["y"], "missing-image"]
