@@ -178,7 +178,7 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
     try:
         record = unpack_record(found.payload)
     except RwkvClipError as error:
-        checked.add("header", error.message)
+        checked.add("label-width", error.message)
         return
     checked.record = record
     if len(record.labels) != beside.width:
@@ -186,7 +186,9 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
             "label-width",
             f"{len(record.labels)} labels, not {beside.captions} captions of {beside.context_length} ({beside.width})",
         )
-    if beside.is_ours and (record.id, record.id2, record.label) != (checked.ordinal, 0, 0.0):
+    # Bytes, because a label of -0.0 equals 0.0.
+    number = bytes(4) + checked.ordinal.to_bytes(8, "little") + bytes(8)
+    if beside.is_ours and found.payload[4:HEADER_BYTES] != number:
         checked.add("header", f"id {record.id}, id2 {record.id2}, label {record.label:g}, not {checked.ordinal}, 0, 0")
     labels = np.frombuffer(found.payload, "<f4", len(record.labels), HEADER_BYTES)
     bad = np.flatnonzero(~((labels >= 0) & (labels < VOCAB_SIZE) & (labels == np.floor(labels))))

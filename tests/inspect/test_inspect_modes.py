@@ -1,0 +1,279 @@
+"""The modes of `rwkvclip inspect`, as documents, as text and as the command line gives them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import run_cli, write_packed
+from inspect_files import copy_set, flip_bit, offsets, verified
+from pack_files import files_of
+from typer.testing import CliRunner
+
+from rwkvclip_cli import cli
+from rwkvclip_cli.config import InspectConfig, PackConfig
+from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packing.pack import pack
+from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record, unpack_record
+from rwkvclip_cli.inspect import inspect_data
+from rwkvclip_cli.inspect.summary import read_range
+from rwkvclip_cli.train.losses import SCORES_BYTES
+
+
+def test_the_summary_says_what_the_set_holds(packed) -> None:
+    report = inspect_data(InspectConfig(data=str(packed)))
+    document = report.document
+    assert report.exit_code == 0
+    assert (document["records"], document["size_bytes"]) == (8, packed.stat().st_size)
+    assert (document["captions"], document["context_length"], document["label_width"]) == (3, 77, 231)
+    assert document["manifest"]["content_hash"] in report.text
+    assert document["missing"] == document["faults"] == []
+
+
+def test_the_summary_of_a_bare_rec(packed, tmp_path) -> None:
+    report = inspect_data(InspectConfig(data=str(copy_set(packed, tmp_path, ("rec",)))))
+    assert (report.document["records"], report.document["label_width"]) == (8, 231)
+    assert "missing: pairs.idx, pairs.manifest.json, pairs.rejects.jsonl, pairs.sources.tsv" in report.text
+
+
+def test_records_are_shown_with_captions_image_and_source(packed) -> None:
+    report = inspect_data(InspectConfig(data=str(packed), records="2:4"))
+    two, three = report.document["records"]
+    assert (two["record"], three["record"]) == (2, 3)
+    assert two["offset"] == offsets(packed)[2]
+    assert two["captions"] == ["picture 2"] * 3
+    assert (two["format"], two["width"], two["height"], two["kept"]) == ("JPEG", 48, 32, "kept")
+    assert two["source"].endswith("imgs/002.jpg")
+    assert "  0: picture 3" in report.text
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("0:5", range(5)), ("3", range(3, 4)), ("-1", range(9, 10)), ("-2:", range(8, 10)), (":2", range(2)), ("4:2", [])],
+)
+def test_ranges(text, found) -> None:
+    assert list(read_range(text, 10)) == list(found)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1:2:3", "10", "-11", "1-2"])
+def test_what_is_no_range(text) -> None:
+    with pytest.raises(UsageError, match="--records"):
+        read_range(text, 10)
+
+
+def test_a_damaged_record_is_shown_as_such_among_the_others(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    flip_bit(rec, offsets(packed)[1], 0)
+    report = inspect_data(InspectConfig(data=str(rec), records=":"))
+    assert report.exit_code == 1
+    assert ["fault" in entry for entry in report.document["records"]] == [False, True] + [False] * 6
+
+
+def test_what_is_exported_packs_to_the_same_bytes(packed, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    report = inspect_data(InspectConfig(data=str(packed), export=str(folder)))
+    assert (report.document["count"], report.document["changed"]) == (8, 0)
+    pack(PackConfig(sources=(str(folder),), out=str(tmp_path / "again.rec"), workers=1))
+    again = files_of(tmp_path / "again.rec")
+    before = files_of(packed)
+    assert (again["rec"], again["idx"]) == (before["rec"], before["idx"])
+    sidecar = json.loads((folder / "00000" / "00000002.json").read_text())
+    assert sidecar["captions"] == ["picture 2"] * 3
+    assert sidecar["source"].endswith("002.jpg")
+
+
+def test_a_part_is_exported(packed, tmp_path) -> None:
+    inspect_data(InspectConfig(data=str(packed), export=str(tmp_path / "folder"), records="6:"))
+    names = sorted(path.name for path in (tmp_path / "folder" / "00000").iterdir())
+    assert names == ["00000006.jpg", "00000006.json", "00000007.jpg", "00000007.json"]
+
+
+def test_export_counts_captions_that_change(packed, tmp_path) -> None:
+    """Token 49406 within a caption and a half word have no text that gives them again."""
+    rec = tmp_path / "odd.rec"
+    with RecordReader(packed) as reader, RecordWriter(rec) as writer:
+        record = unpack_record(reader[0])
+        labels = list(record.labels)
+        labels[1:3] = [1, 49407]  # '"' that no word follows, without the mark of a word's end
+        writer.write(pack_record(Record(labels, record.image, 0)))
+    assert inspect_data(InspectConfig(data=str(rec), export=str(tmp_path / "folder"))).document["changed"] == 1
+
+
+def test_export_shows_nothing_of_a_damaged_set(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    flip_bit(rec, offsets(packed)[5], 0)
+    with pytest.raises(RwkvClipError, match="record 5 at byte") as error:
+        inspect_data(InspectConfig(data=str(rec), export=str(tmp_path / "folder")))
+    assert error.value.hint == f"rwkvclip inspect {rec} --verify"
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_export_leaves_a_full_folder_alone(packed, tmp_path) -> None:
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(UsageError, match="exists and is no empty folder"):
+        inspect_data(InspectConfig(data=str(packed), export=str(tmp_path)))
+
+
+def test_salvage_refuses_to_write_over_its_source(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    for out in (str(rec), str(packed)):
+        with pytest.raises(UsageError, match=r"that is the damaged file itself|exists already"):
+            inspect_data(InspectConfig(data=str(rec), salvage=out, proof="none"))
+    assert files_of(rec) == files_of(packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pairs.manifest.json", b"{"),
+        ("pairs.manifest.json", b"[]"),
+        ("pairs.manifest.json", b"\xff\xfe"),
+        ("pairs.manifest.json", b"[" * 100_000),
+        ("pairs.manifest.json", b'{"captions": 3, "context_length": 77, "count": "8"}'),
+        ("pairs.manifest.json", b'{"captions": -3, "context_length": 77, "count": 8}'),
+        ("pairs.sources.tsv", b"0\tonly\n"),
+        ("pairs.sources.tsv", b"\0" * 200_000),
+        ("pairs.sources.tsv", b""),
+    ],
+)
+def test_other_files_that_are_damaged_are_named(packed, tmp_path, name, text) -> None:
+    rec = copy_set(packed, tmp_path)
+    (tmp_path / name).write_bytes(text)
+    verdict = verified(rec, None)
+    assert list(verdict.log.counts) == ["manifest" if "manifest" in name else "sources"]
+    assert verdict.sound == 8
+    inspect_data(InspectConfig(data=str(rec)))
+
+
+def test_labels_that_are_no_tokens(tmp_path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 5)
+    for record, value in enumerate((1.5, -1.0, 49408.0, float("nan"), float("inf"))):
+        with RecordReader(rec) as reader:
+            payloads = list(reader)
+        odd = unpack_record(payloads[record])
+        labels = list(odd.labels)
+        labels[17] = value
+        payloads[record] = pack_record(Record(labels, odd.image, record))
+        with RecordWriter(rec) as writer:
+            for payload in payloads:
+                writer.write(payload)
+    log = verified(rec, None).log
+    assert [(fault.kind, fault.record) for fault in log.first] == [("token", record) for record in range(5)]
+    assert log.first[0].message == "caption 1, position 1: 1.5 is no token id (0 to 49,407)"
+
+
+def test_images_that_would_not_train_are_named(packed, tmp_path, prove) -> None:
+    with RecordReader(packed) as reader:
+        record = unpack_record(reader[0])
+    rec = tmp_path / "a.rec"
+    png = (Path(__file__).parent.parent / "data/packing/weird_images/paletted-transparent.png").read_bytes()
+    images = (record.image, record.image[:-40], b"", png, b"\xff\xd8\xff\xd9")
+    with RecordWriter(rec) as writer:
+        for number, image in enumerate(images):
+            writer.write(pack_record(Record(record.labels, image, number)))
+    log = verified(rec, prove).log
+    assert [(fault.kind, fault.record) for fault in log.first] == [("image", number) for number in range(1, 5)]
+    assert "another kind than JPEG" in log.first[2].message
+
+
+def plan_of(rec: Path, **options: object) -> dict:
+    return inspect_data(InspectConfig(data=str(rec), plan=True, **options)).document
+
+
+def test_the_plan_by_hand(tmp_path) -> None:
+    """11 records, 2 ranks x 2 pairs: 2 steps of 4 an epoch, 3 records left out, from a window that moves by 8."""
+    found = plan_of(write_packed(tmp_path / "a.rec", 11), world_size=2, batch_size=2, epochs=3, warmup=0.5, lr=0.3)
+    assert (found["steps_per_epoch"], found["total_steps"], found["samples"]) == (2, 6, 24)
+    assert found["left_out_per_epoch"] == 3
+    assert [epoch["ranges"] for epoch in found["left_out"]] == [[[8, 11]], [[5, 8]], [[2, 5]]]
+    assert found["times_seen"] == {"min": 2, "max": 3}
+    assert found["warmup_steps"] == 3
+    rates = {point["step"]: point["lr"] for point in found["learning_rate"]}
+    assert rates == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.3, 4: 0.225, 5: 0.075})
+    assert found["loss"] == {
+        "rows": 2,
+        "columns": 4,
+        "chunk_size": None,
+        "scores_bytes": 128,
+        "full_matrix_bytes": 128,
+    }
+
+
+def test_the_plan_of_a_large_batch_has_chunks_within_their_bound(tmp_path) -> None:
+    found = plan_of(write_packed(tmp_path / "a.rec", 20_000, captions=1, context_length=3), batch_size=20_000)
+    assert found["loss"]["chunk_size"] == 6656
+    assert found["loss"]["scores_bytes"] <= SCORES_BYTES < found["loss"]["full_matrix_bytes"]
+
+
+def test_the_plan_refuses_what_training_would(tmp_path) -> None:
+    with pytest.raises(UsageError, match="do not fill one global batch"):
+        plan_of(write_packed(tmp_path / "a.rec", 11))
+
+
+def test_the_plan_is_as_the_readme_shows(tmp_path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    command = "rwkvclip inspect train.rec --plan --world-size 8 --batch-size 100 --epochs 5"
+    shown = re.search(rf"{command}\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
+    assert shown is not None
+    rec = write_packed(tmp_path / "train.rec", 6144, captions=1, context_length=3)
+    report = inspect_data(InspectConfig(data=str(rec), plan=True, world_size=8, batch_size=100, epochs=5))
+    assert report.text + "\n" == shown[1]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["inspect", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--records", "0:2"],
+        ["--verify", "--proof", "none"],
+        ["--plan", "--batch-size", "2"],
+        ["--rebuild-index"],
+        ["--export", "{}/folder"],
+        ["--salvage", "{}/saved.rec", "--proof", "none"],
+    ],
+    ids=lambda arguments: arguments[0] if arguments else "summary",
+)
+def test_every_mode_prints_one_document(packed, tmp_path, arguments) -> None:
+    rec = copy_set(packed, tmp_path)
+    given = [argument.format(tmp_path) for argument in arguments]
+    code, text = run(str(rec), *given, "--json")
+    assert code == 0
+    document = json.loads(text)
+    assert document["data"] == str(rec)
+    assert document["mode"] == (arguments[0].removeprefix("--") if arguments else "summary")
+
+
+@pytest.mark.parametrize(
+    "pair", [("--verify", "--plan"), ("--verify", "--rebuild-index"), ("--plan", "--salvage=x.rec")], ids=" ".join
+)
+def test_modes_exclude_each_other(packed, pair) -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        run(str(packed), *pair)
+
+
+@pytest.mark.parametrize("name", ["none.rec", "folder", "folder.rec"])
+@pytest.mark.parametrize("mode", ["--verify", "--rebuild-index", "--plan", "--records=0"])
+def test_what_cannot_be_inspected_is_one_error(tmp_path, name, mode) -> None:
+    if name != "none.rec":
+        (tmp_path / name).mkdir()
+    with pytest.raises(RwkvClipError, match=re.escape(name)):
+        run(str(tmp_path / name), mode)
+
+
+def test_the_command_proves_in_processes_and_ends_with_one_for_faults(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    assert run_cli("inspect", rec, "--verify", "--workers", "1").returncode == 0
+    flip_bit(rec, offsets(packed)[4] + 1300, 1)
+    done = run_cli("inspect", rec, "--verify", "--workers", "1", "--json")
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert (document["sound"], document["records"], document["sound_records"]) == (False, 8, 7)
+    assert {fault["record"] for fault in document["faults"] if "record" in fault} == {4}
+    assert "Traceback" not in done.stderr
