@@ -213,6 +213,11 @@ def _open(path: str) -> Iterator[Any]:
         except _faults() as error:
             words = " ".join(str(error).split())[:SHOWN_CHARACTERS]
             raise UsageError(f"{path}: not a readable parquet table ({words})") from error
+        meta = file.metadata
+        if sum(meta.row_group(group).num_rows for group in range(meta.num_row_groups)) != meta.num_rows:
+            raise UsageError(
+                f"{path}: not a readable parquet table (its row groups do not hold its {meta.num_rows} rows)"
+            )
         yield file
 
 

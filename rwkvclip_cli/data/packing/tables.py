@@ -241,8 +241,9 @@ def _choose(
     """`keys`, or without any those of `names` that are usual; UsageError where one is missing, or all are."""
     found = tuple(keys or usual_names(names, usual))
     if not found:
+        close = next((near for name in usual for near in difflib.get_close_matches(name, names, 1, 0.8)), "COLUMN")
         raise UsageError(
-            f"{path}: no {what} column among {_shown(names)}; looked for {', '.join(usual)}", f"{option} COLUMN"
+            f"{path}: no {what} column among {_shown(names)}; looked for {', '.join(usual)}", f"{option} {close}"
         )
     for key in found:
         if key not in names:

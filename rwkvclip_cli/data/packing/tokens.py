@@ -77,7 +77,7 @@ def open_tokens(path: str, context_length: int) -> TokenFile:
         array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")  # type: ignore[no-untyped-call]
     except OSError as error:
         raise UsageError(f"--tokens {path}: {error.strerror or error}") from error
-    except (ValueError, OverflowError, MemoryError, EOFError, SyntaxError) as error:
+    except Exception as error:  # a damaged head goes through Python's own parsers, which raise almost anything
         words = " ".join(str(error).split())[:200]
         raise UsageError(
             f"--tokens {path}: not a whole .npy array of numbers ({words})", "numpy.save(FILE, ids)"

@@ -165,3 +165,12 @@ def test_an_image_folder_packs_and_the_summary_says_from_which_columns(tmp_path)
     assert summary.document()["columns"] == {
         str(root): {"image": ("file_name",), "captions": ("text",), "are_named": False}
     }
+
+
+def test_a_split_behind_a_link_is_read(tmp_path):
+    write(tmp_path / "elsewhere", {"metadata.jsonl": '{"file_name": "A.JPG", "text": "x"}\n', "A.JPG": ""})
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "train").symlink_to(tmp_path / "elsewhere")
+    assert folder(root) == [("train/metadata.jsonl:1:A.JPG", ["x"])]
+    assert folder(root, format="imagefolder") == folder(root)

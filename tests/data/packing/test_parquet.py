@@ -230,6 +230,16 @@ def test_what_is_no_parquet_table_is_refused(tmp_path, content):
         find_sources([str(tmp_path / "t.parquet")], SourceOptions())
 
 
+def test_a_footer_that_contradicts_itself_is_refused(tmp_path):
+    """Its count of all rows (i64 in the file's metadata) and that of its row groups, each a zigzag varint."""
+    path = written(tmp_path / "t.parquet", {"image": ["a.jpg"] * 33, "text": ["x"] * 33}, store_schema=False)
+    data = path.read_bytes()
+    at = data.rindex(b"\x16\x42")  # field of type i64, zigzag(33): the last one is the row group's
+    path.write_bytes(data[:at] + b"\x16\x44" + data[at + 2 :])
+    with pytest.raises(UsageError, match="its row groups do not hold its 33 rows"):
+        find_sources([str(path)], SourceOptions())
+
+
 def test_damage_costs_the_rest_of_its_row_group(tmp_path):
     names = [f"{row}.jpg" for row in range(12)]
     path = written(

@@ -165,6 +165,7 @@ def test_jsonl(tmp_path):
     [
         ("file,caption\n", {}, r"no image column among file, caption", "--image-key"),
         ("image,words\n", {}, r"no caption column among image, words", "--caption-key"),
+        ("images,texts\n", {}, r"no image column among images, texts", "--image-key images"),
         ("image,captoin\n", {"caption_keys": ("caption",)}, r"no column 'caption'", "--caption-key captoin"),
         ("image,caption\n", {"image_key": "imgae"}, r"no column 'imgae'", "--image-key image"),
         ("", {}, "no rows", ""),

@@ -195,6 +195,7 @@ def saved(array: Any, **options: Any) -> bytes:
         (saved(np.asfortranarray(np.zeros((3, LENGTH), int))), r"stored column by column"),
         (saved(np.zeros((3, LENGTH), int))[:-1], r"not a whole \.npy array"),
         (saved(np.zeros((3, LENGTH), int))[:40], r"not a whole \.npy array"),
+        (saved(np.zeros((3, LENGTH), int)).replace(b"{'descr", b"{(descr"), r"not a whole \.npy array"),
         (b"", r"not a whole \.npy array"),
         (b"PK\x03\x04 an archive", r"not a whole \.npy array"),
     ],
