@@ -12,12 +12,16 @@ import re
 from array import array
 from pathlib import Path
 
-from rwkvclip_cli.console import RwkvClipError
+import numpy as np
+
+from rwkvclip_cli.console import RwkvClipError, progress
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import read_beside
 from rwkvclip_cli.inspect.scan import Damage, RecFile
 
-LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?\n?")
+LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?")
+LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")  # much faster than one by one
+BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 4096
 
 
@@ -35,39 +39,49 @@ class Listing:
 
     def sort(self, lines: "array[int]") -> None:
         """Bring the offsets into rising order, each with its line."""
-        if any(line != number for number, line in enumerate(lines, 1)) or self.faults.counts["index-order"]:
-            order = sorted(range(len(self.offsets)), key=self.offsets.__getitem__)
-            self.offsets = array("Q", (self.offsets[place] for place in order))
-            self._lines = array("Q", (lines[place] for place in order))
+        if self.faults.total:
+            order = np.argsort(np.frombuffer(self.offsets, np.uint64), kind="stable")
+            self.offsets = array("Q", np.frombuffer(self.offsets, np.uint64)[order].tobytes())
+            self._lines = array("Q", np.frombuffer(lines, np.uint64)[order].tobytes())
 
 
 def read_listing(path: Path) -> Listing:
     """Read every line that can be read; the faults name the others, and what goes back or comes twice."""
     listing, lines, keys = Listing(), array("Q"), array("Q")
-    last = -1
+    number = 0
     try:
         with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES):
-                number += 1
-                match = LINE.fullmatch(line)
-                if match is None:
-                    message = f"{line[:60]!r} is not a key, a tab and an offset"
-                    listing.faults.add(Fault("index-line", message, line=number))
+            while block := file.read(BLOCK_BYTES) + file.readline(MAX_LINE_BYTES):
+                if LINES.fullmatch(block):
+                    fields = block.split()
+                    keys.extend(map(int, fields[0::2]))
+                    listing.offsets.extend(map(int, fields[1::2]))
+                    lines.extend(range(number + 1, number + 1 + len(fields) // 2))
+                    number += len(fields) // 2
                     continue
-                offset = int(match[2])
-                if offset < last:
-                    message = f"offset {offset:,} follows offset {last:,}"
-                    listing.faults.add(Fault("index-order", message, line=number))
-                last = offset
-                keys.append(int(match[1]))
-                lines.append(number)
-                listing.offsets.append(offset)
+                for line in block.removesuffix(b"\n").split(b"\n"):
+                    number += 1
+                    match = LINE.fullmatch(line)
+                    if match is None:
+                        message = f"{line[:60]!r} is not a key, a tab and an offset"
+                        listing.faults.add(Fault("index-line", message, line=number))
+                        continue
+                    keys.append(int(match[1]))
+                    listing.offsets.append(int(match[2]))
+                    lines.append(number)
     except OSError as error:
         listing.faults.add(Fault("index-missing", f"cannot read {path.name}: {error.strerror}"))
+    _check_offsets(listing, lines)
     _check_keys(listing, keys, lines)
     listing.sort(lines)
     return listing
+
+
+def _check_offsets(listing: Listing, lines: "array[int]") -> None:
+    offsets = np.frombuffer(listing.offsets, np.uint64)
+    for place in np.flatnonzero(offsets[1:] < offsets[:-1]):
+        message = f"offset {offsets[place + 1]:,} follows offset {offsets[place]:,}"
+        listing.faults.add(Fault("index-order", message, line=lines[place + 1]))
 
 
 def _check_keys(listing: Listing, keys: "array[int]", lines: "array[int]") -> None:
@@ -97,7 +111,10 @@ def rebuild_index(rec: Path) -> tuple[Path, int]:
         aside = beside.idx.with_name(f".{beside.idx.name}.partial-{os.getpid()}")
         count = 0
         try:
-            with aside.open("w", encoding="ascii", newline="\n") as index:
+            with (
+                aside.open("w", encoding="ascii", newline="\n") as index,
+                progress(beside.manifest.get("count"), "walking", "records") as bar,
+            ):
                 for found in file.walk():
                     if isinstance(found, Damage):
                         raise RwkvClipError(
@@ -105,6 +122,7 @@ def rebuild_index(rec: Path) -> tuple[Path, int]:
                         )
                     index.write(f"{count}\t{found}\n")
                     count += 1
+                    bar.advance()
                 if not count:
                     raise RwkvClipError(f"{rec} is empty: there is no record to list")
                 if beside.manifest and beside.manifest["count"] != count:

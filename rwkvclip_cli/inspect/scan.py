@@ -30,6 +30,7 @@ from rwkvclip_cli.data.recordio import (
 
 PART = struct.Struct("<II")  # magic, flag << 29 | length
 SEARCH_BYTES = 1 << 20
+FIRST_BYTES = 1 << 12
 JPEG_END = b"\xff\xd9"
 # A record that nothing follows is only read, to see which of the two is damaged, up to this size.
 DOUBTFUL_BYTES = 1 << 26
@@ -120,20 +121,32 @@ class RecFile:
         pieces = []
         flaw = ""
         for data_at, part_length in frame.parts:
-            padding = -part_length % 4
-            data = self._pread(part_length + padding, data_at)
-            if len(data) < part_length:
-                return f"the file ends at byte {data_at + len(data):,} while it is read"
-            piece = data[:part_length]
-            unsplit = _aligned_magic(piece)
-            if unsplit >= 0:
-                return f"its length is wrong: another part begins within it, at byte {data_at + unsplit:,}"
-            if len(data) < part_length + padding:
+            data_end = data_at + part_length
+            piece = self._read_data(data_at, part_length)
+            if isinstance(piece, str):
+                return piece
+            padding = self.pread(-part_length % 4, data_end)
+            if len(padding) < -part_length % 4:
                 flaw = f"its padding is cut off: the file ends at byte {self.size_bytes:,}, not {frame.end:,}"
-            elif any(data[part_length:]):
-                flaw = f"its padding at byte {data_at + part_length:,} holds {data[part_length:].hex()}, not zeros"
+            elif any(padding):
+                flaw = f"its padding at byte {data_end:,} holds {padding.hex()}, not zeros"
             pieces.append(piece)
         return Whole(offset, frame.end, MAGIC_BYTES.join(pieces), flaw)
+
+    def _read_data(self, data_at: int, length: int) -> bytes | str:
+        """The data of a part, or what is wrong; a length that is made up is noticed before all of it is read."""
+        blocks: list[bytes] = []
+        at, step = data_at, FIRST_BYTES
+        while at < data_at + length:
+            block = self.pread(min(step, data_at + length - at), at)
+            unsplit = _aligned_magic(block)
+            if unsplit >= 0:
+                return f"its length is wrong: another part begins within it, at byte {at + unsplit:,}"
+            if not block:
+                return f"the file ends at byte {at:,} while it is read"
+            blocks.append(block)
+            at, step = at + len(block), SEARCH_BYTES
+        return b"".join(blocks)
 
     def close(self) -> None:
         """Close the file."""
@@ -149,7 +162,7 @@ class RecFile:
         parts: list[tuple[int, int]] = []
         part_at, flag, total = record_at, FIRST, 0
         while flag in (FIRST, MIDDLE):
-            head = self._pread(PART.size, part_at)
+            head = self.pread(PART.size, part_at)
             if len(head) < PART.size:
                 return f"the file ends at byte {self.size_bytes:,}, within the head of part {len(parts)}"
             magic, word = PART.unpack(head)
@@ -174,14 +187,14 @@ class RecFile:
         """Whether a part, or the file's end, follows at `end`."""
         if end >= self.size_bytes:
             return True
-        following = self._pread(4, end)
+        following = self.pread(4, end)
         return MAGIC_BYTES.startswith(following)
 
     def _find_record(self, start: int, known: Sequence[int], width: int | None) -> int:
         """Where the next whole record begins, from `start` on; the file's end where there is none."""
         offset = start
         while offset < self.size_bytes:
-            block = self._pread(SEARCH_BYTES, offset)
+            block = self.pread(SEARCH_BYTES, offset)
             place = _aligned_magic(block)
             while place >= 0:
                 found = self.read(offset + place)
@@ -196,7 +209,7 @@ class RecFile:
             offset += SEARCH_BYTES
         return self.size_bytes
 
-    def _pread(self, count: int, offset: int) -> bytes:
+    def pread(self, count: int, offset: int) -> bytes:
         """`count` bytes at `offset`, fewer at the file's end alone."""
         try:
             data = os.pread(self._file.fileno(), count, offset)

@@ -5,6 +5,7 @@
 """
 
 import re
+from array import array
 from typing import Any
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
@@ -52,7 +53,7 @@ def summarize(file: RecFile, beside: Beside) -> dict[str, Any]:
     }
 
 
-def list_offsets(file: RecFile, beside: Beside) -> list[int]:
+def list_offsets(file: RecFile, beside: Beside) -> "array[int]":
     """The offsets of all records: of a sound index, else from walking the file.
 
     Raises RwkvClipError where that meets damage.
@@ -60,8 +61,8 @@ def list_offsets(file: RecFile, beside: Beside) -> list[int]:
     if beside.idx.is_file():
         listing = read_listing(beside.idx)
         if not listing.faults.total:
-            return list(listing.offsets)
-    offsets: list[int] = []
+            return listing.offsets
+    offsets = array("Q")
     for found in file.walk():
         if isinstance(found, Damage):
             raise RwkvClipError(

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from helpers import run_cli, write_packed
-from inspect_files import copy_set, flip_bit, offsets, verified
+from inspect_files import bodies, copy_set, flip_bit, offsets, salvaged, verified
 from pack_files import files_of
 from typer.testing import CliRunner
 
 from rwkvclip_cli import cli
 from rwkvclip_cli.config import InspectConfig, PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record, unpack_record
 from rwkvclip_cli.inspect import inspect_data
@@ -120,6 +121,16 @@ def test_salvage_refuses_to_write_over_its_source(packed, tmp_path) -> None:
         with pytest.raises(UsageError, match=r"that is the damaged file itself|exists already"):
             inspect_data(InspectConfig(data=str(rec), salvage=out, proof="none"))
     assert files_of(rec) == files_of(packed)
+
+
+@pytest.mark.parametrize("parts", [("rec",), ("rec", "idx", "sources")], ids=" ".join)
+def test_a_set_without_manifest_is_salvaged_whole(packed, tmp_path, prove, parts) -> None:
+    rec = copy_set(packed, tmp_path, parts)
+    if "idx" in parts:
+        rec.with_suffix(".idx").write_text("".join(f"{key}\t{at + 4}\n" for key, at in enumerate(offsets(packed))))
+    assert (salvaged(rec, prove, tmp_path / "saved.rec").kept, bodies(tmp_path / "saved.rec")) == (8, bodies(packed))
+    assert verified(tmp_path / "saved.rec", prove).is_sound
+    assert open_packed(tmp_path / "saved.rec").count == 8
 
 
 @pytest.mark.parametrize(
