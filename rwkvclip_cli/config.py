@@ -160,6 +160,10 @@ class PackConfig(Options):
     quality: int = option(95, "JPEG quality where an image has to be re-encoded.", minimum=1, maximum=100)
     max_side: int | None = option(None, "Resize images whose longer side exceeds this many pixels.", minimum=1)
     max_pixels: int = option(MAX_PIXELS, "Reject images of more pixels than this, before decoding.", minimum=1)
+    shuffle: bool = option(
+        False, "Put the records of all sources in an order drawn over the whole set (twice the disk space for a while)."
+    )
+    seed: int = option(0, "Seed of --shuffle.", minimum=0, maximum=2**31 - 1)
     workers: int | None = option(None, "Worker processes (default: one a core).", minimum=1, maximum=1024)
     writer: str = option("native", "Writer of the records; mxnet needs that package.", choices=("native", "mxnet"))
     overwrite: bool = option(False, "Replace an existing OUT.rec.")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.mixing import mixed
 from rwkvclip_cli.data.packed import PackedSet
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP's pixel statistics, of values in 0..1
@@ -93,14 +94,9 @@ def caption_slots(
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Which caption each record shows in an epoch: (B,) ordinals -> (B,) slots, from (seed, epoch, record) alone.
 
-    The finaliser of SplitMix64 (Steele et al. 2014) mixes the three; no rank, batch or resume changes the draw.
+    No rank, batch or resume changes the draw.
     """
-    with np.errstate(over="ignore"):
-        bits = records.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        bits += np.uint64(epoch) * np.uint64(0xD1B54A32D192ED03) + np.uint64(seed) * np.uint64(0x8CB92BA72F3D8DD7)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-        bits ^= bits >> np.uint64(31)
+    bits = mixed(records, seed=seed, epoch=epoch)
     return ((bits >> np.uint64(33)) % np.uint64(slots)).astype(np.int64)
 
 

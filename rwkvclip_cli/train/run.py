@@ -208,7 +208,7 @@ def _advise(config: TrainConfig, packed: PackedSet, spec: LoaderSpec) -> None:
     if in_order and packed.count > SHUFFLE_BUFFER * spec.world_size:
         console.warn(
             f"{packed.rec} was packed in its sources' order, and the loader mixes {SHUFFLE_BUFFER:,} neighbours "
-            "at a time only: neighbours that are alike will meet in one batch"
+            "at a time only: neighbours that are alike will meet in one batch (pack --shuffle mixes the whole set)"
         )
 
 

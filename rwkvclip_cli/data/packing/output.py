@@ -71,6 +71,11 @@ class OutputSet:
         """Take in what has been written to the .rec since the last call; the SHA-256 (hexadecimal) so far."""
         return self._hash.update()
 
+    def hash_anew(self) -> None:
+        """Forget what has been hashed: another .rec lies in the partial one's place."""
+        self._hash.close()
+        self._hash = FollowingHash(self.partial["rec"])
+
     def commit(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay."""
         try:

@@ -24,6 +24,7 @@ from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
+from rwkvclip_cli.data.packing.shuffle import shuffle
 from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources, read_sources
 from rwkvclip_cli.data.packing.tables import Columns
 from rwkvclip_cli.data.packing.tokens import TokenFile, check_rows, join_tokens, open_tokens
@@ -202,6 +203,8 @@ def pack(config: PackConfig) -> PackSummary:
                     bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
         if tally.count == 0:
             raise _nothing_packed(config, tally)
+        if config.shuffle:
+            shuffle(output, config.writer, config.seed)
         content_hash = output.hash_written()
         size_bytes = output.partial["rec"].stat().st_size
         output.commit(_manifest(config, tally, content_hash, size_bytes))
@@ -285,7 +288,8 @@ def _manifest(config: PackConfig, tally: _Tally, content_hash: str, size_bytes: 
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.hash},
         "sources": [printable(source) for source in config.sources],
         "options": {name: getattr(config, name) for name in BYTES_OPTIONS},
-        "shuffled": False,
+        "shuffled": config.shuffle,
+        **({"seed": config.seed} if config.shuffle else {}),
         "rejects": tally.rejects,
         "statistics": tally.statistics(),
         "size_bytes": size_bytes,
