@@ -17,7 +17,6 @@ from rwkvclip_cli.inspect.export import export
 from rwkvclip_cli.inspect.faults import KEPT_FAULTS, Fault
 from rwkvclip_cli.inspect.files import Beside, read_beside
 from rwkvclip_cli.inspect.index import rebuild_index
-from rwkvclip_cli.inspect.plan import plan, plan_text
 from rwkvclip_cli.inspect.salvage import salvage
 from rwkvclip_cli.inspect.scan import RecFile
 from rwkvclip_cli.inspect.summary import describe_records, summarize
@@ -39,6 +38,8 @@ def inspect_data(options: InspectConfig) -> Report:
     """Do what the options ask for. Damage is a result; RwkvClipError says what could not be done because of it."""
     rec = Path(options.data)
     if options.plan:
+        from rwkvclip_cli.inspect.plan import plan, plan_text  # brings torch, which no other mode needs
+
         found = plan(open_packed(rec), options)
         return _report(options, "plan", found, plan_text(found))
     if options.rebuild_index:

@@ -31,6 +31,8 @@ def summarize(file: RecFile, beside: Beside) -> dict[str, Any]:
         if records and listing.offsets[-1] >= file.size_bytes:
             message = f"the index goes on to byte {listing.offsets[-1]:,}, the file to {file.size_bytes:,}"
             faults.append(Fault("cut-off", message))
+        elif not records and file.size_bytes:
+            faults.append(Fault("index-missing", f"{beside.idx.name} lists no record"))
     else:
         found = list_offsets(file, beside)
         records = len(found)
@@ -60,7 +62,7 @@ def list_offsets(file: RecFile, beside: Beside) -> "array[int]":
     """
     if beside.idx.is_file():
         listing = read_listing(beside.idx)
-        if not listing.faults.total:
+        if listing.offsets and not listing.faults.total:
             return listing.offsets
     offsets = array("Q")
     for found in file.walk():

@@ -38,7 +38,7 @@ def verify(file: RecFile, beside: Beside, prover: Prover | None) -> Verdict:
     log = FaultLog()
     listing = _listing(beside, log)
     records = sound = checksums = 0
-    expected = beside.manifest.get("count") if beside.manifest else (len(listing.offsets) if listing else None)
+    expected = beside.manifest.get("count") if beside.manifest else (len(listing.offsets) or None if listing else None)
     content = _Content(file) if beside.is_ours else None
     with progress(expected, "verifying", "records") as bar:
         for checked in check_records(file, beside, listing, prover, log):

@@ -37,6 +37,16 @@ def test_the_summary_of_a_bare_rec(packed, tmp_path) -> None:
     assert "missing: pairs.idx, pairs.manifest.json, pairs.rejects.jsonl, pairs.sources.tsv" in report.text
 
 
+def test_an_empty_index_is_told_and_records_are_found_without_it(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    rec.with_suffix(".idx").write_text("")
+    report = inspect_data(InspectConfig(data=str(rec)))
+    assert report.exit_code == 1
+    assert "index-missing: pairs.idx lists no record" in report.text
+    assert inspect_data(InspectConfig(data=str(rec), records="3")).document["records"][0]["record"] == 3
+    assert verified(rec, None).log.counts["index-missing"] == 8
+
+
 def test_records_are_shown_with_captions_image_and_source(packed) -> None:
     report = inspect_data(InspectConfig(data=str(packed), records="2:4"))
     two, three = report.document["records"]
