@@ -191,7 +191,8 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
     if beside.is_ours and found.payload[4:HEADER_BYTES] != number:
         checked.add("header", f"id {record.id}, id2 {record.id2}, label {record.label:g}, not {checked.ordinal}, 0, 0")
     labels = np.frombuffer(found.payload, "<f4", len(record.labels), HEADER_BYTES)
-    bad = np.flatnonzero(~((labels >= 0) & (labels < VOCAB_SIZE) & (labels == np.floor(labels))))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        bad = np.flatnonzero(~((labels >= 0) & (labels < VOCAB_SIZE) & (labels == np.floor(labels))))
     if bad.size:
         slot, place = divmod(int(bad[0]), beside.context_length or 1)
         checked.add(
