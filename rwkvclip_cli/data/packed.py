@@ -83,7 +83,7 @@ def open_packed(path: str | Path) -> PackedSet:
     if not rec.is_file():
         raise UsageError(f"{rec}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
     if not idx.is_file():
-        raise RwkvClipError(f"{idx}: no such file", hint=f"rwkvclip pack SOURCE... {rec} --overwrite")
+        raise RwkvClipError(f"{idx}: no such file", hint=f"rwkvclip inspect {rec} --rebuild-index")
     offsets = _read_offsets(rec, idx)
     size_bytes = rec.stat().st_size
     manifest = _read_manifest(rec.with_suffix(".manifest.json"))

@@ -79,7 +79,7 @@ def _check_distinct(path: Path, keys: "array[int]") -> None:
 
 def index_error(path: Path, what: str) -> RwkvClipError:
     """The error for an index that is not what it should be: its path, then `what`."""
-    return RwkvClipError(f"{path} {what}", f"rwkvclip pack SOURCE {path.with_suffix('.rec')} --overwrite")
+    return RwkvClipError(f"{path} {what}", f"rwkvclip inspect {path.with_suffix('.rec')} --rebuild-index")
 
 
 def open_to_read(path: Path, buffering: int = 0) -> BinaryIO:

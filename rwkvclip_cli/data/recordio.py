@@ -342,7 +342,7 @@ class RecordReader:
     def _damaged(self, ordinal: int, offset: int, what: str) -> NoReturn:
         raise RwkvClipError(
             f"{self.path}: record {ordinal} at byte {offset:,} is damaged: {what}",
-            f"rwkvclip pack SOURCE {self.path} --overwrite",
+            f"rwkvclip inspect {self.path} --verify",
         )
 
     def _check_index(self, index_path: Path) -> None:

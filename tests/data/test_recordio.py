@@ -456,7 +456,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, index: bytes, said: str) -> No
     with pytest.raises(RwkvClipError, match=said) as caught:
         RecordReader(path)
     assert str(tmp_path / "a.idx") in caught.value.message
-    assert caught.value.hint == f"rwkvclip pack SOURCE {path} --overwrite"
+    assert caught.value.hint == f"rwkvclip inspect {path} --rebuild-index"
 
 
 def test_an_index_that_points_between_records(tmp_path: Path) -> None:
