@@ -200,7 +200,7 @@ def _open(path: str) -> Iterator[Any]:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UnableError(f"{path}: parquet tables need pyarrow", 'pip install pyarrow') from error
+        raise UnableError(f"{path}: parquet tables need pyarrow", "pip install pyarrow") from error
     if not os.path.isfile(path):
         raise UsageError(f"{path}: not a regular file")
     with contextlib.ExitStack() as stack:

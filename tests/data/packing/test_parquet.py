@@ -273,7 +273,7 @@ def test_without_pyarrow_the_command_that_installs_it_is_told(tmp_path, monkeypa
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
     with pytest.raises(UnableError, match="parquet tables need pyarrow") as fault:
         find_sources([str(path)], SourceOptions())
-    assert fault.value.hint == 'pip install pyarrow'
+    assert fault.value.hint == "pip install pyarrow"
 
 
 @pytest.mark.slow
