@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
-from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK
+from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TREE_CHUNKS
 from rwkvclip_cli.model.wkv6_kernels.forward import forward_kernel
 
 TOKENS: int = CHUNK.value
@@ -138,6 +138,6 @@ class _Plan(NamedTuple):
 
 def _plans(tokens: int) -> tuple[_Plan, _Plan]:
     """The plans of the short form and of the tree: of the same side, as the one reads what the other left."""
-    tree = triton.cdiv(tokens, 2 * TOKENS)
+    tree = triton.cdiv(tokens, TREE_CHUNKS.value * TOKENS)
     short = _Plan(4, 1, 3) if tree == 2 else _Plan(2, tree, 2)
-    return short, _Plan(2, tree, 1)
+    return short, _Plan(TREE_CHUNKS.value, tree, 1)

@@ -11,10 +11,12 @@ import triton.language as tl
 from rwkvclip_cli.model.wkv6_kernels.borders import (
     CHUNK,
     LOG2_E,
+    TREE_LEVELS,
     any_strong,
     around_half,
     beyond,
     decay_size,
+    head_place,
     parted_at,
     to_border,
 )
@@ -35,11 +37,10 @@ def backward_kernel(
     if TREE:
         if not any_strong(strong + head * FLAGS, FLAGS):
             return
-    stride = heads * N
-    first = (head // heads).to(tl.int64) * tokens * stride + (head % heads) * N
-    u += (head % heads) * N
+    first, stride, channel = head_place(head, heads, tokens, N)
+    u += channel
     if HAS_BASE:
-        base += (head % heads) * N
+        base += channel
     r, k, w = r + first, k + first, w + first
     grad_r, grad_k, grad_w = grad_r + first, grad_k + first, grad_w + first
     padded = tiles * M
@@ -96,7 +97,7 @@ def backward_kernel(
                 grad_decay = counted_exactly(later, change, FULL) - into_up
             else:
                 grad_decay = tl.zeros((M, CHUNK), tl.float32)
-                for level in tl.static_range(0, 4 if CHUNKS == 1 else 5 if CHUNKS == 2 else 6):
+                for level in tl.static_range(TREE_LEVELS):
                     factor = tl.exp2(-counted(to_border(2**level, row[:, None], row[None, :]), size, None, FULL))
                     parted = parted_at(2**level, row[:, None], row[None, :])
                     here = tl.where(parted, product, 0.0)

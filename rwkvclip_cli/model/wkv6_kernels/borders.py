@@ -12,6 +12,10 @@ import triton.language as tl
 from rwkvclip_cli.model.wkv6_kernels.parts import weighed
 
 CHUNK = tl.constexpr(16)
+TREE_LEVELS = tl.constexpr(5)
+"""Sizes of blocks, from pairs of tokens to the tree's tile, whose two halves meet at a border."""
+TREE_CHUNKS = tl.constexpr(2)
+"""Chunks of the tree's tile, 2^TREE_LEVELS tokens: a larger one has no room for all the masked scores."""
 LARGEST_HALF = tl.constexpr(100.0)
 """The largest exponent (of 2) that the short form takes: with as large a one of the other sign float32 holds both."""
 LARGEST_HALF_FULL = tl.constexpr(24.0)
@@ -79,3 +83,11 @@ def any_strong(strong, tiles):
     for tile in range(1, tiles):
         found = found | tl.load(strong + tile)
     return found
+
+
+@triton.jit
+def head_place(head, heads, tokens, N: tl.constexpr):
+    """Where a head (of B H) begins in (B, T, H, N) tensors, how far its tokens lie apart, and where in (H, N) ones."""
+    stride = heads * N
+    channel = (head % heads) * N
+    return (head // heads).to(tl.int64) * tokens * stride + channel, stride, channel

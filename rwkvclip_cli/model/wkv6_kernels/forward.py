@@ -12,10 +12,12 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
     CHUNK,
     LARGEST_HALF,
     LARGEST_HALF_FULL,
+    TREE_LEVELS,
     any_strong,
     around_half,
     beyond,
     decay_size,
+    head_place,
     parted_at,
     to_border,
 )
@@ -47,11 +49,10 @@ def forward_kernel(
     if TREE:
         if not any_strong(strong + head * FLAGS, FLAGS):
             return
-    stride = heads * N
-    first = (head // heads).to(tl.int64) * tokens * stride + (head % heads) * N
-    u += (head % heads) * N
+    first, stride, channel = head_place(head, heads, tokens, N)
+    u += channel
     if HAS_BASE:
-        base += (head % heads) * N
+        base += channel
     r, k, v, w, y = r + first, k + first, v + first, w + first, y + first
 
     row = tl.arange(0, M)
@@ -93,7 +94,7 @@ def forward_kernel(
             k_tile = tl.load(k + place + at, mask=inside, other=0.0).to(tl.float32)
             size = decay_size(w, base, place, lane, at, inside, HAS_BASE)
             bonus += r_tile * tl.load(u + at + lane)[None, :].to(tl.float32) * k_tile
-            for level in tl.static_range(0, 4 if CHUNKS == 1 else 5 if CHUNKS == 2 else 6):
+            for level in tl.static_range(TREE_LEVELS):
                 factor = tl.exp2(-counted(to_border(2**level, row[:, None], row[None, :]), size, None, FULL))
                 r_part, r_low = parts(r_tile * factor, FULL)
                 k_part, k_low = parts(k_tile * factor, FULL)
