@@ -54,13 +54,7 @@ class PackedSet:
     @cached_property
     def _line_starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Where each record's line starts in the index, the end included: (count + 1,)."""
-        text = np.memmap(self.idx, dtype=np.uint8, mode="r")
-        ends = [
-            first + 1 + np.flatnonzero(text[first : first + SCAN_BYTES] == NEWLINE)
-            for first in range(0, len(text), SCAN_BYTES)
-        ]
-        starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
-        return starts if starts[-1] == len(text) else np.append(starts, len(text))
+        return line_starts(self.idx)
 
     def write_index(self, path: Path, ranges: list[tuple[int, int]]) -> None:
         """Write an index of the records in the half-open, rising `ranges` of ordinals alone."""
@@ -69,6 +63,17 @@ class PackedSet:
                 source.seek(int(self._line_starts[first]))
                 lines = source.read(int(self._line_starts[end] - self._line_starts[first]))
                 target.write(lines if lines.endswith(b"\n") else lines + b"\n")
+
+
+def line_starts(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where each line of a text file starts, and where the last one ends: (lines + 1,) byte offsets."""
+    text = np.memmap(path, dtype=np.uint8, mode="r")
+    ends = [
+        first + 1 + np.flatnonzero(text[first : first + SCAN_BYTES] == NEWLINE)
+        for first in range(0, len(text), SCAN_BYTES)
+    ]
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
+    return starts if starts[-1] == len(text) else np.append(starts, len(text))
 
 
 def open_packed(path: str | Path) -> PackedSet:

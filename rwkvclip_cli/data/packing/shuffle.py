@@ -8,13 +8,12 @@ index says that it lies, so memory holds the order alone (16 bytes a record) and
 
 import os
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from rwkvclip_cli.console import RwkvClipError, progress
 from rwkvclip_cli.data.mixing import mixed
+from rwkvclip_cli.data.packed import line_starts
 from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.writers import open_writer
 from rwkvclip_cli.data.recordio import RecordReader
@@ -36,7 +35,7 @@ def shuffle(output: OutputSet, writer: str, seed: int) -> None:
     partial = {part: output.partial[part] for part in SHUFFLED}
     made = {part: path.with_name(f".{path.name}.shuffled") for part, path in partial.items()}
     try:
-        starts = _line_starts(partial["sources"])
+        starts = line_starts(partial["sources"])
         with (
             RecordReader(partial["rec"], partial["idx"]) as reader,
             open_writer(writer, made["rec"], made["idx"]) as copy,
@@ -44,10 +43,10 @@ def shuffle(output: OutputSet, writer: str, seed: int) -> None:
             made["sources"].open("wb") as sources,
             progress(len(reader), "shuffling", "records") as bar,
         ):
-            for new, old in enumerate(_ints(shuffled_order(len(reader), seed))):
+            for new, old in enumerate(map(int, shuffled_order(len(reader), seed))):
                 record = reader.record(old)
                 copy.write(array("f", record.labels), record.image)
-                lines.seek(starts[old])
+                lines.seek(int(starts[old]))
                 sources.write(b"%d\t%s" % (new, lines.readline().partition(b"\t")[2]))
                 bar.advance(1)
             sources.flush()
@@ -58,18 +57,3 @@ def shuffle(output: OutputSet, writer: str, seed: int) -> None:
         folder = output.final["rec"].absolute().parent
         raise RwkvClipError(f"--shuffle: cannot write the copy: {error.strerror}", f"df -h {folder}") from error
     output.hash_anew()
-
-
-def _line_starts(path: Path) -> "array[int]":
-    starts = array("Q")
-    at = 0
-    with path.open("rb") as file:
-        for line in file:
-            starts.append(at)
-            at += len(line)
-    return starts
-
-
-def _ints(order: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Iterator[int]:
-    # Not tolist(), whose integers take four times the memory of the array.
-    return (int(place) for place in order)
