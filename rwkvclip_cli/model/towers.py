@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rwkvclip_cli.compiler import triton_is_there
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.model.blocks import Block, Geometry, TimeMix, compute_dtype, layer_norm
 from rwkvclip_cli.model.init import init_image_tower, init_text_tower
 from rwkvclip_cli.model.presets import ModelArguments
 from rwkvclip_cli.model.shift import Shift
+from rwkvclip_cli.model.wkv6 import triton_is_there
 
 NORM_EPS = 1e-5
 FIRST_TEMPERATURE = 0.07

@@ -6,13 +6,14 @@ Legend: B batch, T tokens, H heads, N channels of a head.
 Source: Peng et al., "Eagle and Finch" (arXiv 2404.05892), run from both ends of the sequence.
 """
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkvclip_cli.compiler import triton_is_there
 from rwkvclip_cli.model.wkv6_matrix import wkv6_matrix
 
 
@@ -75,6 +76,12 @@ class Implementation(NamedTuple):
     """Whether it is compiled at first use, rather than made of PyTorch's operations."""
 
 
+@functools.cache
+def triton_is_there() -> bool:
+    """Whether Triton, which compiles the GPU kernels and comes with CUDA builds of torch, is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def _kernels(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     from rwkvclip_cli.model.wkv6_triton import wkv6_triton
 
@@ -92,7 +99,7 @@ IMPLEMENTATIONS = (
     Implementation("matrix", wkv6_matrix, takes=lambda r: True),
     Implementation("loop", wkv6_loop, takes=lambda r: True),
 )
-"""Fastest first; another implementation is one more row, and the tests run over all rows that run where they do."""
+"""Fastest first; a kernel is one more row at the top, and the tests run over all rows."""
 
 
 def implementations(r: Tensor, kernels: bool = True) -> list[Implementation]:

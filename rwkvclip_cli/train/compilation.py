@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rwkvclip_cli import console
-from rwkvclip_cli.compiler import triton_is_there
 from rwkvclip_cli.console import UnableError
+from rwkvclip_cli.model.wkv6 import triton_is_there
 
 
 def compiles(asked: bool | None, device: torch.device) -> bool:

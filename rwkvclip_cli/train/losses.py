@@ -7,6 +7,7 @@ the gradients of every form here are those of one process that holds all W x B p
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rwkvclip_cli.collective import gather_into, reduce_scatter_into
-from rwkvclip_cli.compiler import triton_is_there
 from rwkvclip_cli.console import UsageError
 
 # What scores may take on top of the embeddings before they are better chunked: little beside a tower's activations.
@@ -224,7 +224,7 @@ def _both_directions(
 
 def _passes(rows: Tensor, kernels: bool = True) -> tuple[Callable[..., None], Callable[..., Tensor]]:
     """What to do to a chunk of scores in the two passes: in kernels where they run, else in plain operations."""
-    if kernels and rows.is_cuda and rows.dtype == torch.float32 and triton_is_there():
+    if kernels and rows.is_cuda and rows.dtype == torch.float32 and importlib.util.find_spec("triton"):
         from rwkvclip_cli.train import losses_triton
 
         return losses_triton.add_normalisers, losses_triton.scores_to_gradient
