@@ -77,8 +77,8 @@ def forward_kernel(
             r_tile = tl.load(r + place + at, mask=inside, other=0.0).to(tl.float32)
             k_tile = tl.load(k + place + at, mask=inside, other=0.0).to(tl.float32)
             size = decay_size(w, base, place, lane, at, inside, HAS_BASE)
-            down, up, half = around_half(size, M, FULL)
-            largest = tl.maximum(largest, half, propagate_nan=tl.PropagateNan.ALL)
+            down, up, exponent = around_half(size, M, FULL)
+            largest = tl.maximum(largest, exponent, propagate_nan=tl.PropagateNan.ALL)
             bonus += r_tile * tl.load(u + at + lane)[None, :].to(tl.float32) * k_tile
             r_down, r_down_low = parts(r_tile * down, FULL)
             k_up, k_up_low = parts(k_tile * up, FULL)
