@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 CUT_OFF = tl.constexpr(1.000704)
 """What a product of two numbers loses on average where the matrix units cut each to 11 bits, as a factor.
 
-A cut takes half of the last bit, 2^-11, of a significand m between 1 and 2, whose logarithm is uniform: 0.7213 2^-11."""
+A cut takes 2^-11 on average, from significands between 1 and 2 whose logarithm is uniform: relatively 0.7213 2^-11."""
 
 
 @triton.jit
