@@ -126,9 +126,8 @@ def forward_whole_kernel(
             largest = tl.maximum(largest, half, propagate_nan=tl.PropagateNan.ALL)
             tail_bonus += tail_r * u_row * tail_k
             tail_below, tail_above = _own(tail_r, tail_k, down, up, tail_below, tail_above, FULL)
-    # tl.max passes over what is no number.
+    # What is no number goes to the tree, which does not cut it off.
     weak = largest <= (LARGEST_HALF_FULL if FULL else LARGEST_HALF)
-    # What is no number goes to the tree.
     tl.store(strong + head, tl.min(weak.to(tl.int32)) == 0)
 
     high, low = parts(_whole(below, above, bonus, M, FULL), FULL)
