@@ -86,8 +86,11 @@ def read_file(path: str) -> bytes:
             raise BadImage("unreadable-image", "not a regular file")
         if status.st_size > MAX_IMAGE_BYTES:
             raise BadImage("too-large", f"{status.st_size:,} bytes; at most {MAX_IMAGE_BYTES:,} are read")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+        pieces = []
+        # One call reads all of an ordinary file, and another finds its end.
+        while piece := os.read(descriptor, status.st_size + 1):
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
     except OSError as error:
         raise BadImage("unreadable-image", error.strerror or str(error)) from None
     finally:

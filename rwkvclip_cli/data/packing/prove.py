@@ -44,7 +44,7 @@ TRIALS = 16
 
 # Pictures decoded side by side: beyond this a batch gains nothing and only holds memory.
 GROUP_PIXELS = 2**24
-GROUP_COUNT = 32
+GROUP_COUNT = 16
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,8 @@ def _is_equal(seen: RGB, picture: _Picture, options: ImageOptions, decoder: Deco
         picture.rgb = _read_lengthened(picture, options)
     is_equal = np.array_equal(seen, _pixels(picture))
     decoder.equal[picture.layout] += is_equal
+    if is_equal:
+        picture.rgb = None
     return is_equal
 
 
