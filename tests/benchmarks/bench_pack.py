@@ -42,18 +42,26 @@ SLOTS = 3
 SIZE_BYTES = (50_000, 80_000)
 GRAIN = 3.0
 
-# Each prints the seconds that its work took.
+# Each prints the seconds that its work took, and those of processor time, its children's included.
+CLOCK = """
+import resource, time
+def clock():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)
+def since(started):
+    return " ".join(str(now - then) for then, now in zip(started, clock()))
+"""
 PACK = """
-import sys, time
+import sys
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.data.packing.pack import pack
 folder, out, proof, workers = sys.argv[1:5]
-started = time.perf_counter()
+started = clock()
 pack(PackConfig(sources=(folder,), out=out, proof=proof, workers=int(workers), overwrite=True))
-print(time.perf_counter() - started)
+print(since(started))
 """
 DALI = """
-import glob, sys, time
+import glob, sys
 from nvidia.dali import Pipeline, fn, types
 files = sorted(glob.glob(sys.argv[1] + "/*.jpg"))
 pipeline = Pipeline(batch_size=32, num_threads=2, device_id=None)
@@ -62,16 +70,16 @@ with pipeline:
     pipeline.set_outputs(fn.decoders.image(data, device="cpu", output_type=types.RGB))
 pipeline.build()
 pipeline.run()
-started = time.perf_counter()
-for _ in range(len(files) // 32):
+started = clock()
+for _ in range(-(-len(files) // 32)):
     pipeline.run()
-print((time.perf_counter() - started) * len(files) / (len(files) // 32 * 32))
+print(since(started))
 """
 STRUCT = """
-import glob, struct, sys, time
+import glob, struct, sys
 files = sorted(glob.glob(sys.argv[1] + "/*.jpg"))
 tokens = [[float(49406 - n)] * 231 for n in range(10)]
-started = time.perf_counter()
+started = clock()
 with open(sys.argv[2], "wb") as rec, open(sys.argv[2][:-3] + "idx", "w") as idx:
     offset = 0
     for number, path in enumerate(files):
@@ -82,11 +90,11 @@ with open(sys.argv[2], "wb") as rec, open(sys.argv[2][:-3] + "idx", "w") as idx:
         rec.write(part)
         idx.write(f"{number}\\t{offset}\\n")
         offset += len(part)
-print(time.perf_counter() - started)
+print(since(started))
 """
 # im2rec.py imports OpenCV, which passing through never calls. Its list is there before the clock starts.
 IM2REC = """
-import glob, os, runpy, sys, time, types, mxnet
+import glob, os, runpy, sys, types, mxnet
 folder, out = sys.argv[1:3]
 sys.modules["cv2"] = types.ModuleType("cv2")
 script = os.path.join(os.path.dirname(mxnet.__file__), "tools", "im2rec.py")
@@ -95,9 +103,9 @@ files = sorted(glob.glob(folder + "/*.jpg"))
 with open(prefix + ".lst", "w") as lst:
     lst.writelines(f"{number}\\t0.0\\t{os.path.basename(path)}\\n" for number, path in enumerate(files))
 sys.argv = [script, "--pass-through", "--num-thread", "2", prefix, folder]
-started = time.perf_counter()
+started = clock()
 runpy.run_path(script, run_name="__main__")
-print(time.perf_counter() - started)
+print(since(started))
 """
 
 
@@ -150,18 +158,19 @@ def _photograph(image: Image.Image, rng: random.Random) -> bytes:
     return min(tried, key=lambda data: abs(len(data) - wanted))
 
 
-def run(program: str, *arguments: object, python: str = sys.executable) -> float:
-    """Seconds that a program says its work took."""
-    command = [python, "-c", program, *map(str, arguments)]
+def run(program: str, *arguments: object, python: str = sys.executable) -> tuple[float, float]:
+    """Seconds that a program says its work took, elapsed and of processor time."""
+    command = [python, "-c", CLOCK + program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
-    return float(done.stdout.split()[-1])
+    elapsed_s, processor_s = map(float, done.stdout.split()[-2:])
+    return elapsed_s, processor_s
 
 
 def most_memory(program: str, *arguments: object) -> int:
     """The most bytes, proportionally for shared pages (PSS), that a program and its children hold at one time."""
-    child = subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=-3, stderr=-3)
+    child = subprocess.Popen([sys.executable, "-c", CLOCK + program, *map(str, arguments)], stdout=-3, stderr=-3)
     most = 0
     ended = threading.Event()
     threading.Thread(target=lambda: (child.wait(), ended.set()), daemon=True).start()
@@ -192,7 +201,7 @@ def main(images: int, pictures: Path, workers: int, rounds: int) -> None:
         size_bytes = sum(path.stat().st_size for path in folder.glob("*.jpg"))
         print(f"{images:,} JPEGs of {size_bytes / images:,.0f} bytes on average, {os.cpu_count()} cores")
 
-        sides: dict[str, Callable[[], float]] = {
+        sides: dict[str, Callable[[], tuple[float, float]]] = {
             "DALI decodes": lambda: run(DALI, folder),
             "pack": lambda: run(PACK, folder, out, "decode", workers),
             "pack, 1 worker": lambda: run(PACK, folder, out, "decode", 1),
@@ -206,18 +215,23 @@ def main(images: int, pictures: Path, workers: int, rounds: int) -> None:
             sides["im2rec.py --pass-through"] = lambda: run(IM2REC, folder, out, python=mxnet)
         except MxnetUnavailableError as error:
             print(f"no im2rec.py: {error}")
-        times: dict[str, list[float]] = {side: [] for side in sides}
+        times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for _ in range(rounds):
             for side, work in sides.items():
                 times[side].append(work())
-        median = {side: statistics.median(seconds) for side, seconds in times.items()}
+        median = {
+            side: [statistics.median(column) for column in zip(*rows, strict=True)] for side, rows in times.items()
+        }
 
         def beside(ours: str, start: str, peer: str) -> None:
-            rate, steady = images / median[ours], images / max(1e-9, median[ours] - median[start])
-            theirs = images / median[peer]
+            elapsed_s, processor_s = median[ours]
+            rest_s = max(1e-9, elapsed_s - median[start][0])
             print(
-                f"{ours}: {rate:,.0f} images/s, {steady:,.0f} without the start of {median[start]:.2f} s;"
-                f" {peer}: {theirs:,.0f}: {rate / theirs:.2f} and {steady / theirs:.2f} times"
+                f"{ours}: {images / elapsed_s:,.0f} images/s, {images / rest_s:,.0f} after a start of"
+                f" {median[start][0]:.2f} s, {1000 * processor_s / images:.2f} ms of processor time each\n"
+                f"    {peer}: {images / median[peer][0]:,.0f} images/s, {1000 * median[peer][1] / images:.2f} ms;"
+                f" {median[peer][0] / elapsed_s:.2f} times its rate, {median[peer][0] / rest_s:.2f} after the start,"
+                f" {processor_s / median[peer][1]:.2f} times its processor time"
             )
 
         beside("pack", "pack of 2 pictures", "DALI decodes")

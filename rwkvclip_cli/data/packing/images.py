@@ -23,6 +23,7 @@ from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage
 
 RGB = NDArray[np.uint8]  # (height, width, 3)
 
+STRIP_PIXELS = 2**21
 MAX_JPEG_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
 
 # Formats whose reader starts another program (EPS: Ghostscript) or only names a file that it cannot decode.
@@ -123,7 +124,28 @@ def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> RGB:
             raise _unreadable(error) from error
     if orientation in UPRIGHT:
         flat = flat.transpose(UPRIGHT[orientation])
-    return np.asarray(flat)
+    return _array(flat)
+
+
+def _array(image: Image.Image) -> RGB:
+    """The pixels of an RGB image. Strip by strip: Pillow would hold two more copies of a large one on the way."""
+    rows = max(1, STRIP_PIXELS // image.width)
+    if image.height <= rows:
+        return np.asarray(image)
+    rgb = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
+        rgb[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
+    return rgb
+
+
+def is_same(first: RGB, second: RGB) -> bool:
+    """Whether two pictures are equal, strip by strip as well."""
+    if first.shape != second.shape:
+        return False
+    rows = max(1, STRIP_PIXELS // first.shape[1])
+    tops = range(0, first.shape[0], rows)
+    return all(np.array_equal(first[top : top + rows], second[top : top + rows]) for top in tops)
 
 
 def read_eighth(data: bytes) -> RGB | None:
@@ -252,7 +274,7 @@ def _flatten(image: Image.Image) -> Image.Image:
         return convert(image)
     if image.has_transparency_data:
         return _on_white(_narrow_colour_key(image))
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _on_white(image: Image.Image) -> Image.Image:

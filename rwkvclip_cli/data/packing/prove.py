@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
-from rwkvclip_cli.data.packing.images import RGB, Header, encode_jpeg, read_eighth, read_header, read_rgb, shrink
+from rwkvclip_cli.data.packing.images import (
+    RGB,
+    Header,
+    encode_jpeg,
+    is_same,
+    read_eighth,
+    read_header,
+    read_rgb,
+    shrink,
+)
 from rwkvclip_cli.data.packing.jpeg import (
     BLOCK,
     Walk,
@@ -95,6 +104,8 @@ class Decoder:
         decoded = self._run("decode", [jpeg for jpeg, is_fitting in zip(jpegs, fits, strict=True) if is_fitting])
         for is_fitting in fits:
             yield next(decoded) if is_fitting else None
+        if any(width * height > GROUP_PIXELS for width, height in sizes):
+            self._pipelines.clear()  # a pipeline keeps room for the largest picture that it has seen
 
     def _run(self, what: str, jpegs: Sequence[bytes]) -> Iterator[Any]:
         for start in range(0, len(jpegs), self._batch_size):
@@ -265,7 +276,7 @@ def _is_equal(seen: RGB, picture: _Picture, options: ImageOptions, decoder: Deco
         if decoder.equal[picture.layout] >= TRIALS and has_means(seen, picture.eighth):
             return True
         picture.rgb = _read_lengthened(picture, options)
-    is_equal = np.array_equal(seen, _pixels(picture))
+    is_equal = is_same(seen, _pixels(picture))
     decoder.equal[picture.layout] += is_equal
     if is_equal:
         picture.rgb = None
@@ -304,7 +315,7 @@ def _read_whole(picture: _Picture, options: ImageOptions) -> RGB:
     """The careful pixels of a JPEG; BadImage where a scan lacks data. `rgb` may hold the lengthened ones already."""
     lengthened = _read_lengthened(picture, options) if picture.rgb is None else picture.rgb
     rgb = read_rgb(picture.data, options.max_pixels)
-    if not np.array_equal(rgb, lengthened):
+    if not is_same(rgb, lengthened):
         raise BadImage("truncated-image", "the data of a scan ends before the picture does")
     return rgb
 

@@ -12,6 +12,7 @@ from PIL import ExifTags, Image, ImageCms
 from rwkvclip_cli.data.packing.images import (
     MAX_JPEG_SIDE,
     encode_jpeg,
+    is_same,
     read_eighth,
     read_file,
     read_header,
@@ -335,3 +336,16 @@ def test_an_eighth_is_of_upright_whole_jpegs_alone():
         assert (read_eighth(encoded(photo(), "JPEG", exif=exif)) is not None) is is_upright
     assert read_eighth(encoded(photo(), "JPEG")[:-40]) is None
     assert read_eighth(b"no picture") is None
+
+
+def test_large_pictures_are_read_and_compared_in_strips(monkeypatch):
+    data = encoded(photo((7, 23)), "PNG")
+    whole = read_rgb(data)
+    monkeypatch.setattr("rwkvclip_cli.data.packing.images.STRIP_PIXELS", 30)
+    assert np.array_equal(read_rgb(data), whole)
+    assert is_same(whole, whole.copy())
+    for row in range(23):
+        other = whole.copy()
+        other[row, 3, 1] ^= 1
+        assert not is_same(whole, other)
+    assert not is_same(whole, whole[:-1])
