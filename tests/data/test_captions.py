@@ -295,7 +295,8 @@ def test_no_bytes_raise() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captions, "_CACHED_CHUNKS", 3)
+    monkeypatch.setattr(captions, "_CHUNK_BYTES", 30)
+    monkeypatch.setattr(captions, "_CACHE_BYTES", 3 * 40)
     chunks = captions._Chunks(lambda chunk: (len(chunk),))
     assert [chunks[chunk] for chunk in ("a", "bb", "ccc", "dd", "a", "e" * 100)] == [
         (1,),
@@ -305,7 +306,88 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (1,),
         (100,),
     ]
-    assert sorted(chunks) == ["a", "dd"]
+    assert list(chunks) == ["e" * 100]
+
+
+def test_a_word_that_is_a_piece_merges_to_that_piece() -> None:
+    """Of the whole table, so that words need not be merged to know it."""
+    ids = {piece: number for number, piece in enumerate(captions._vocabulary())}
+    assert len(ids) == captions.VOCAB_SIZE
+    pairs = [tuple(ids[piece] for piece in pair.split(" ")) for pair in captions._pairs()]
+    merges = [(left, right, 512 + rank) for rank, (left, right) in enumerate(pairs)]
+    ranks = {pair: rank for rank, pair in enumerate(pairs)}
+    words = [piece.removesuffix("</w>") for piece in ids if piece.endswith("</w>")]
+    assert len(words) > 30_000
+    for word in words:
+        symbols = [*(ids[symbol] for symbol in word[:-1]), ids[word[-1] + "</w>"]]
+        assert captions._merge(symbols, merges, ranks) == [ids[word + "</w>"]], word
+
+
+CALM_PIECES = [
+    *"abc ,.'\"<>#",
+    " a ",
+    "\n",
+    "\t",
+    *"éàñßøþÃâ€“”…—ﬁĳŉǆ¨÷¿\u2018\u2019\u2013\u00b4\u00d7",
+    "Ã©",
+    "â€œ",
+    "\u0301",
+    "\u0327",
+    "\u02bc",
+]
+CALM_PIECES += [
+    "\u3000",
+    "、",
+    "日本",
+    "\uff21",
+    "한",
+    "\u1112\u1161",
+    "שלום",
+    "नमस्ते",
+    "Привет",
+    "ΑΩ",
+    "😀",
+    "\ue000",
+    "\u206a",
+    "\u200d",
+]
+
+
+def check_repairs(seed: int, count: int) -> int:
+    """Compare quick repairs with thorough ones; how many texts were not plain and yet quick."""
+    rng, quick = random.Random(seed), 0
+    for _ in range(count):
+        text = (
+            "".join(rng.choices(CALM_PIECES, k=rng.choice([1, 2, 4, 8, 30])))
+            if rng.random() < 0.7
+            else random_text(rng)
+        )
+        assert captions._repair(text).split() == captions._repair_thoroughly(text).split(), ascii(text)
+        quick += bool(not text.isascii() and captions._CALM.fullmatch(text) and captions._straighten(text) is not None)
+    return quick
+
+
+def test_quick_repairs_are_the_published_ones() -> None:
+    assert check_repairs(seed=7, count=8000) > 1000
+    for text in [row["caption"] for row in ROWS if row["caption"] is not None]:
+        assert captions._repair(text).split() == captions._repair_thoroughly(text).split()
+
+
+@pytest.mark.slow
+def test_quick_repairs_of_every_character_and_many_texts_are_the_published_ones() -> None:
+    check_repairs(seed=8, count=200_000)
+    for code in range(0x110000):
+        for text in (chr(code), f"a{chr(code)} b"):
+            assert captions._repair(text).split() == captions._repair_thoroughly(text).split(), hex(code)
+
+
+def test_plain_text_is_its_own_repair() -> None:
+    rng = random.Random(9)
+    letters = "".join(map(chr, range(0x20, 0x7F))).replace("&", "") + "\t\n\r"
+    for _ in range(3000):
+        text = "".join(rng.choices(letters, k=rng.randrange(60)))
+        assert captions._repair(text) == text
+        assert " ".join(captions._repair_thoroughly(text).split()) == " ".join(text.split())
 
 
 def test_workers_can_have_it() -> None:

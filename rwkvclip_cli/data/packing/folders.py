@@ -234,7 +234,7 @@ def _is_input(entry: "os.DirEntry[str]") -> bool:
 
 def _is_skipped(folder: str, name: str, skip: frozenset[str]) -> bool:
     # A real path costs a call for each folder on the way, so the name alone is looked at first.
-    if all(os.path.basename(path) != name for path in skip):
+    if not any(path.endswith(name) for path in skip):
         return False
     return os.path.join(os.path.realpath(folder), name) in skip
 

@@ -23,6 +23,7 @@ from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage
 
 RGB = NDArray[np.uint8]  # (height, width, 3)
 
+STRIP_PIXELS = 2**21
 MAX_JPEG_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
 
 # Formats whose reader starts another program (EPS: Ghostscript) or only names a file that it cannot decode.
@@ -86,8 +87,11 @@ def read_file(path: str) -> bytes:
             raise BadImage("unreadable-image", "not a regular file")
         if status.st_size > MAX_IMAGE_BYTES:
             raise BadImage("too-large", f"{status.st_size:,} bytes; at most {MAX_IMAGE_BYTES:,} are read")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+        pieces = []
+        # One call reads all of an ordinary file, and another finds its end.
+        while piece := os.read(descriptor, status.st_size + 1):
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
     except OSError as error:
         raise BadImage("unreadable-image", error.strerror or str(error)) from None
     finally:
@@ -109,7 +113,7 @@ def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> RGB:
     with _bounded(max_pixels):
         image = _load(data)
         try:
-            orientation = image.getexif().get(ExifTags.Base.Orientation)
+            orientation = _orientation(image)
         except Exception:
             # A getexif() that failed half way can leave an object whose later conversions are damaged.
             image = _load(data)
@@ -120,7 +124,46 @@ def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> RGB:
             raise _unreadable(error) from error
     if orientation in UPRIGHT:
         flat = flat.transpose(UPRIGHT[orientation])
-    return np.asarray(flat)
+    return _array(flat)
+
+
+def _array(image: Image.Image) -> RGB:
+    """The pixels of an RGB image. Strip by strip: Pillow would hold two more copies of a large one on the way."""
+    rows = max(1, STRIP_PIXELS // image.width)
+    if image.height <= rows:
+        return np.asarray(image)
+    rgb = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
+        rgb[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
+    return rgb
+
+
+def is_same(first: RGB, second: RGB) -> bool:
+    """Whether two pictures are equal, strip by strip as well."""
+    if first.shape != second.shape:
+        return False
+    rows = max(1, STRIP_PIXELS // first.shape[1])
+    tops = range(0, first.shape[0], rows)
+    return all(np.array_equal(first[top : top + rows], second[top : top + rows]) for top in tops)
+
+
+def read_eighth(data: bytes) -> RGB | None:
+    """Decode an upright JPEG, grey or YCbCr, at an eighth of its size: (ceil(H / 8), ceil(W / 8), 3) uint8.
+
+    Each pixel is the mean of a block as the JPEG holds it; half the work of a whole decode. None for a JPEG that has to
+    be turned, or that shows any fault.
+    """
+    try:
+        with _bounded(MAX_JPEG_SIDE**2):
+            image = _open(data)
+            if _orientation(image) in UPRIGHT:
+                return None
+            image.draft(None, (1, 1))
+            image.load()
+            return np.asarray(image.convert("RGB"))
+    except Exception:  # whatever it is, the whole decode tells it better
+        return None
 
 
 def shrink(rgb: RGB, max_side: int) -> RGB:
@@ -197,6 +240,10 @@ def _load(data: bytes) -> ImageFile.ImageFile:
     return image
 
 
+def _orientation(image: Image.Image) -> int | None:
+    return image.getexif().get(ExifTags.Base.Orientation)
+
+
 def _resembles(data: bytes) -> str:
     """What bytes that no reader knows look like, for the user's next step."""
     if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS:
@@ -227,7 +274,7 @@ def _flatten(image: Image.Image) -> Image.Image:
         return convert(image)
     if image.has_transparency_data:
         return _on_white(_narrow_colour_key(image))
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _on_white(image: Image.Image) -> Image.Image:

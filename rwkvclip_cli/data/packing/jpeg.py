@@ -1,19 +1,20 @@
 """JPEG as bytes, without decoding: its markers, how its frame is coded, and a way to see whether its scans are whole.
 
->>> walk_jpeg(Path("photo.jpg").read_bytes())
+>>> check_structure(walk_jpeg(Path("photo.jpg").read_bytes()))
 (640, 480)
 """
 
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rwkvclip_cli.data.packing.samples import BadImage
 
-SOI, EOI, SOS = 0xD8, 0xD9, 0xDA  # ITU-T T.81, table B.1
+SOI, EOI, SOS, DRI, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xEE  # ITU-T T.81, table B.1
 RST0, RST7 = 0xD0, 0xD7
 MOST_SCANS = 100  # a progressive picture of a camera or an editor has about ten
-SCAN_DATA = 0  # what `segments` yields for the entropy-coded data behind an SOS; no marker has this code
+SCAN_DATA = 0  # what `_segments` yields for the entropy-coded data behind an SOS; no marker has this code
 
 # The marker that ends entropy-coded data: not a stuffed zero, not a restart marker, not a fill byte.
 _SCAN_END = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
@@ -22,58 +23,128 @@ _RESTART = re.compile(rb"\xff+[\xd0-\xd7]")
 # Taken for picture, these bits change it in every coding tried; 8 bytes were at times too few to reach a pixel.
 _SURPLUS = bytes.fromhex("a53cc35a96699ae4" * 2)
 
+BLOCK = 8  # pixels
+MOST_ROWS = 65_500  # JPEG_MAX_DIMENSION of libjpeg
+YCC_TRANSFORM = 1  # the last byte of Adobe's APP14: Adobe Technical Note 5116, section 18
 
-def walk_jpeg(data: bytes) -> tuple[int, int]:
-    """Walk the markers of a JPEG from SOI to EOI without decoding; return (width, height).
+# How many components a frame has, then identifier and sampling of each.
+PLAIN_LAYOUTS = {
+    b"\x01\x01": 8,  # grey, whose sampling means nothing; the number is the height of a coded unit in pixels
+    b"\x03\x01\x11\x02\x11\x03\x11": 8,
+    b"\x03\x01\x21\x02\x11\x03\x11": 8,
+    b"\x03\x01\x12\x02\x11\x03\x11": 16,
+    b"\x03\x01\x22\x02\x11\x03\x11": 16,
+}
 
-    Source: ITU-T T.81, annex B. Raises BadImage where a segment is cut off or a marker is out of place.
-    """
+
+@dataclass(frozen=True)
+class Walk:
+    """A JPEG's bytes, its segments as `_segments` yields them, and the fault that ended the walk before the EOI."""
+
+    data: bytes
+    segments: list[tuple[int, int, int]]
+    fault: BadImage | None
+
+
+def walk_jpeg(data: bytes) -> Walk:
+    """Walk the markers of a JPEG from SOI to EOI without decoding; never raises. Source: ITU-T T.81, annex B."""
+    found: list[tuple[int, int, int]] = []
+    try:
+        for segment in _segments(data):
+            found.append(segment)
+    except BadImage as fault:
+        return Walk(data, found, fault)
+    return Walk(data, found, None)
+
+
+def check_structure(walk: Walk) -> tuple[int, int]:
+    """The (width, height) of a JPEG; BadImage where a segment is cut off or a marker is out of place."""
     size: tuple[int, int] | None = None
     scans = 0
-    for marker, start, end in segments(data):
+    for marker, start, end in walk.segments:
         if _is_frame(marker):
             if size is not None or end - start < 8:
                 raise BadImage("bad-structure", f"frame header out of place at byte {start - 2}")
-            height, width = struct.unpack_from(">HH", data, start + 3)
+            height, width = struct.unpack_from(">HH", walk.data, start + 3)
             size = (width, height)
         elif marker == SOS:
             if size is None:
                 raise BadImage("bad-structure", "a scan precedes the frame header")
             scans += 1
+    if walk.fault:
+        raise walk.fault
     if size is None or scans == 0 or 0 in size:
         raise BadImage("bad-structure", "no picture between the start and end markers")
     return size
 
 
-def is_common_jpeg(data: bytes) -> bool:
+def is_common(walk: Walk) -> bool:
     """Whether the frame is coded in a way that decoders on CPUs and GPUs agree on: Huffman, sequential or progressive.
 
     Lossless frames come out of the GPU's decoder as another picture, without an error; arithmetic ones are as rare.
     Bytes that are no JPEG at all are left for others to judge.
     """
-    try:
-        frame = next((marker for marker, _, _ in segments(data) if _is_frame(marker)), 0xC0)
-    except BadImage:
-        return True
-    return frame <= 0xC2
+    return next((marker for marker, _, _ in walk.segments if _is_frame(marker)), 0xC0) <= 0xC2
 
 
-def check_scans(data: bytes) -> None:
+def check_scans(walk: Walk) -> None:
     """Raise BadImage for a JPEG of more than MOST_SCANS scans: a few kilobytes of them keep a decoder for minutes."""
-    # Counted in one sweep, it can only be too many: thumbnails have scans of their own.
-    if data.count(bytes([0xFF, SOS])) <= MOST_SCANS:
-        return
-    scans = 0
-    try:
-        for marker, _, _ in segments(data):
-            scans += marker == SOS
-    except BadImage:
-        pass  # what is out of place is for others to judge; the scans before it count
+    # What is out of place is for others to judge; the scans before it count.
+    scans = sum(marker == SOS for marker, _, _ in walk.segments)
     if scans > MOST_SCANS:
         raise BadImage("too-many-scans", f"{scans:,} scans; at most {MOST_SCANS} are decoded")
 
 
-def lengthen_scans(data: bytes) -> bytes:
+@dataclass(frozen=True)
+class Overhang:
+    """A plain JPEG whose frame claims a row of blocks more than its scan holds.
+
+    jpeg: its bytes. row: the first row of blocks that is not there. layout: a key of PLAIN_LAYOUTS.
+    """
+
+    jpeg: bytes
+    row: int
+    layout: bytes
+
+
+def overhang(walk: Walk) -> Overhang | None:
+    """Make a plain JPEG taller than its data, so that a decode at an eighth of the size tells whether any is missing.
+
+    libjpeg makes up coefficients of zero bits for the unit at which the data ends, and leaves all units behind that one
+    grey. So the first unit of the row that is not there is grey where some unit of the picture lacks data, and has the
+    brightness of the last unit, or about, where the picture is whole: not a bit of a scan can be lost unseen.
+
+    Plain is a baseline or extended Huffman frame of 8 bits, grey or YCbCr beyond doubt, in one scan without restarts.
+    None for every other JPEG, and for what is damaged.
+    """
+    data = walk.data
+    frames = [(marker, start, end) for marker, start, end in walk.segments if _is_frame(marker)]
+    scans = [start for marker, start, _ in walk.segments if marker == SOS]
+    if walk.fault or len(frames) != 1 or len(scans) != 1 or walk.segments[-1][0] != SCAN_DATA:
+        return None
+    if any(marker == DRI or (marker == APP14 and data[end - 1] != YCC_TRANSFORM) for marker, _, end in walk.segments):
+        return None
+    ((marker, start, end),) = frames
+    layout = _layout(data[start:end])
+    if marker > 0xC1 or data[start + 2] != 8 or layout not in PLAIN_LAYOUTS or data[scans[0] + 2] != layout[0]:
+        return None
+    height = int.from_bytes(data[start + 3 : start + 5], "big")
+    unit = PLAIN_LAYOUTS[layout]
+    units = -(-height // unit)
+    if height == 0 or units * unit >= MOST_ROWS:
+        return None
+    taller = struct.pack(">H", units * unit + 1)
+    return Overhang(data[: start + 3] + taller + data[start + 5 :], units * unit // BLOCK, layout)
+
+
+def _layout(frame: bytes) -> bytes:
+    """The key that a frame header, from its length on, would have in PLAIN_LAYOUTS."""
+    count = frame[7:8]
+    components = [frame[at : at + 2] for at in range(8, len(frame), 3)]
+    return count + (components[0][:1] if len(components) == 1 else b"".join(components))
+
+
+def lengthen_scans(walk: Walk) -> bytes:
     """The JPEG with surplus bytes behind each scan and restart interval: the same picture unless some of it is missing.
 
     A decoder that has its whole picture skips them on its way to the next marker. One whose scan ended early takes them
@@ -82,9 +153,11 @@ def lengthen_scans(data: bytes) -> bytes:
 
     Raises BadImage where a segment is cut off or a marker is out of place.
     """
-    pieces = []
+    if walk.fault:
+        raise walk.fault
+    data, pieces = walk.data, []
     done = 0
-    for marker, start, end in segments(data):
+    for marker, start, end in walk.segments:
         if marker == SCAN_DATA:
             scan, restarts = data[start:end], 0
             if b"\xff\xd0" in scan:
@@ -96,7 +169,7 @@ def lengthen_scans(data: bytes) -> bytes:
     return b"".join([*pieces, data[done:]])
 
 
-def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (marker, start, end) from SOI to EOI: the bytes behind each marker, and SCAN_DATA behind each SOS.
 
     Bytes behind EOI are left out of account, as decoders do. Raises BadImage at what is cut off or out of place.

@@ -8,17 +8,17 @@
 import os
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.data.packing.channel import Channel, open_in_memory
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
 from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 
@@ -35,7 +35,10 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 # A plain child rather than multiprocessing's: that one would run the caller's script again (spawn) or copy DALI's
 # threads (fork).
-START = "import sys; sys.path[:] = {path!r}; from rwkvclip_cli.data.packing.worker import main; main({descriptor})"
+START = (
+    "import sys; sys.path[:] = {path!r};"
+    " from rwkvclip_cli.data.packing.worker import main; main({descriptor}, {shared})"
+)
 
 
 @dataclass
@@ -58,10 +61,11 @@ class _Task:
 
 @dataclass
 class _Worker:
-    """A child process, its socket and the task that it has."""
+    """A child process, what joins it with this one, and the task that it has."""
 
     process: "subprocess.Popen[bytes]"
-    connection: Connection
+    channel: Channel
+    shared: BinaryIO
     log: BinaryIO
     task: _Task | None = None
     is_ready: bool = False
@@ -116,7 +120,7 @@ class Pool:
             if waiting and worker.is_ready and worker.task is None:
                 worker.task = waiting.popleft()
                 try:
-                    worker.connection.send(worker.task.samples)
+                    worker.channel.send(worker.task.samples)
                 except (BrokenPipeError, ConnectionResetError):
                     self._bury(worker, waiting)
         starting = sum(not worker.is_ready for worker in self._workers)
@@ -125,11 +129,11 @@ class Pool:
 
     def _collect(self, waiting: deque[_Task]) -> None:
         """Wait for some worker's word and take it in."""
-        speakers = {worker.connection: worker for worker in self._workers if worker.task or not worker.is_ready}
+        speakers = {worker.channel.connection: worker for worker in self._workers if worker.task or not worker.is_ready}
         for connection in wait(list(speakers)):
             worker = speakers[connection]  # type: ignore[index]
             try:
-                word, content = worker.connection.recv()
+                word, content = worker.channel.receive()
             except (EOFError, ConnectionResetError):
                 self._bury(worker, waiting)
                 continue
@@ -181,20 +185,21 @@ class Pool:
 
     def _start(self) -> _Worker:
         here, there = Pipe()
-        log = _open_log()
-        start = START.format(path=[entry or os.getcwd() for entry in sys.path], descriptor=there.fileno())
+        log, shared = open_in_memory("rwkvclip-worker"), open_in_memory("rwkvclip-pictures")
+        path = [entry or os.getcwd() for entry in sys.path]
+        start = START.format(path=path, descriptor=there.fileno(), shared=shared.fileno())
         process = subprocess.Popen(
             [sys.executable, "-c", start],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=os.environ | ONE_THREAD,
-            pass_fds=[there.fileno()],
+            pass_fds=[there.fileno(), shared.fileno()],
             process_group=0,  # Ctrl-C is for the packing process, which then lets its workers end
         )
         there.close()
-        here.send(self.options)
-        worker = _Worker(process, here, log)
+        worker = _Worker(process, Channel(here, shared.fileno()), shared, log)
+        worker.channel.send(self.options)
         self._workers.append(worker)
         return worker
 
@@ -205,7 +210,7 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for worker in self._workers:
-            worker.connection.close()
+            worker.channel.connection.close()
             if kind is not None:
                 worker.process.kill()
         for worker in self._workers:
@@ -214,19 +219,13 @@ class Pool:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-            worker.log.close()
+            _close(worker)
         self._workers.clear()
 
 
-def _open_log() -> BinaryIO:
-    """A file for what a worker prints: in memory where the system has that, so that a full disk does not matter."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("rwkvclip-worker"), "w+b")
-    return tempfile.TemporaryFile()
-
-
 def _close(worker: _Worker) -> None:
-    worker.connection.close()
+    worker.channel.connection.close()
+    worker.shared.close()
     worker.log.close()
 
 

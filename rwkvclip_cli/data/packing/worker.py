@@ -1,4 +1,4 @@
-"""What a packing process does: samples in, records out, over one socket. Started by `pool.Pool`.
+"""What a packing process does: samples in, records out, over a channel. Started by `pool.Pool`.
 
 >>> pack_samples([Sample("cat.jpg", image="cat.jpg", captions=("a cat",))], WorkerOptions())[0].kept
 'kept'
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
+from rwkvclip_cli.data.packing.channel import Channel
 from rwkvclip_cli.data.packing.images import read_file
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
 from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
@@ -87,14 +88,15 @@ def pack_samples(
             message = f"{source}: a JPEG of {len(picture.jpeg):,} bytes; a record holds less than {MAX_PAYLOAD_BYTES:,}"
             outcomes[index] = Reject(source, "too-large", message)
             continue
+        labels = array("f", ids)
         outcomes[index] = Packed(
             source,
-            array("f", ids),
+            labels,
             picture.jpeg,
             picture.kept,
             picture.width,
             picture.height,
-            tuple(_token_counts(ids, min(len(found), options.captions), options.context_length)),
+            tuple(_token_counts(labels, min(len(found), options.captions), options.context_length)),
             truncated,
             max(0, len(found) - options.captions),
             sum(not isinstance(caption, str) and not is_marked(caption) for caption in found[: options.captions]),
@@ -118,31 +120,28 @@ def _without_caption(sample: Sample) -> str:
     return f"{sample.source}: no caption in its row"
 
 
-def _token_counts(ids: Sequence[int], slots: int, context_length: int) -> list[int]:
+def _token_counts(labels: "array[float]", slots: int, context_length: int) -> list[int]:
     """Ids of each of the first slots up to the end token, after which all is padding."""
-    counts = []
-    for start in range(0, slots * context_length, context_length):
-        count = context_length
-        while ids[start + count - 1] == 0:  # a slot is never blank
-            count -= 1
-        counts.append(count)
-    return counts
+    data, slot_bytes = labels.tobytes(), labels.itemsize * context_length
+    # Of a number's bytes only trailing ones are zero too, and a slot is never blank.
+    padded = (data[start : start + slot_bytes] for start in range(0, slots * slot_bytes, slot_bytes))
+    return [-(-len(slot.rstrip(b"\0")) // labels.itemsize) for slot in padded]
 
 
-def main(descriptor: int) -> None:
-    """Serve batches over the inherited socket until the other side closes it."""
-    connection = Connection(descriptor)
+def main(descriptor: int, shared: int) -> None:
+    """Serve batches over the inherited socket and file until the other side closes the socket."""
+    channel = Channel(Connection(descriptor), shared)
     try:
-        options: WorkerOptions = connection.recv()
+        options: WorkerOptions = channel.receive()
         decoder = Decoder()
-        connection.send(("ready", None))
+        channel.send(("ready", None))
         while True:
-            samples = connection.recv()
+            samples = channel.receive()
             try:
                 answer: tuple[str, object] = ("done", pack_samples(samples, options, decoder))
             except Exception:
                 answer = ("bug", traceback.format_exc())
-            connection.send(answer)
+            channel.send(answer)
             _trim_log()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the packing process has ended

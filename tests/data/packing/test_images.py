@@ -12,12 +12,14 @@ from PIL import ExifTags, Image, ImageCms
 from rwkvclip_cli.data.packing.images import (
     MAX_JPEG_SIDE,
     encode_jpeg,
+    is_same,
+    read_eighth,
     read_file,
     read_header,
     read_rgb,
     shrink,
 )
-from rwkvclip_cli.data.packing.jpeg import walk_jpeg
+from rwkvclip_cli.data.packing.jpeg import check_structure, walk_jpeg
 from rwkvclip_cli.data.packing.samples import BadImage
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
@@ -273,7 +275,7 @@ def test_encoding_is_close_and_carries_no_metadata():
     data = encode_jpeg(rgb, 95)
     assert np.abs(read_rgb(data).astype(int) - rgb).mean() < 1
     assert b"Exif" not in data
-    assert walk_jpeg(data) == (40, 30)
+    assert check_structure(walk_jpeg(data)) == (40, 30)
 
 
 def test_a_side_beyond_jpegs_bound_is_refused():
@@ -315,3 +317,35 @@ def test_noise_is_encoded_at_every_quality(quality):
     assert back.shape == noise.shape
     if quality == 100:
         assert np.abs(back.astype(int) - noise).mean() < 2
+
+
+def test_an_eighth_holds_the_means_of_blocks():
+    rgb = np.zeros((24, 17, 3), np.uint8)
+    rgb[:8, :8], rgb[8:16, 8:16], rgb[16:, 16:] = RED, GREEN, WHITE
+    means = read_eighth(encode_jpeg(rgb, 100))
+    assert means is not None
+    assert means.shape == (3, 3, 3)
+    for at, colour in (((0, 0), RED), ((1, 1), GREEN), ((0, 1), BLACK)):
+        assert np.abs(means[at].astype(int) - colour).max() <= 2
+
+
+def test_an_eighth_is_of_upright_whole_jpegs_alone():
+    exif = Image.Exif()
+    for orientation, is_upright in ((1, True), (6, False), (3, False)):
+        exif[ExifTags.Base.Orientation] = orientation
+        assert (read_eighth(encoded(photo(), "JPEG", exif=exif)) is not None) is is_upright
+    assert read_eighth(encoded(photo(), "JPEG")[:-40]) is None
+    assert read_eighth(b"no picture") is None
+
+
+def test_large_pictures_are_read_and_compared_in_strips(monkeypatch):
+    data = encoded(photo((7, 23)), "PNG")
+    whole = read_rgb(data)
+    monkeypatch.setattr("rwkvclip_cli.data.packing.images.STRIP_PIXELS", 30)
+    assert np.array_equal(read_rgb(data), whole)
+    assert is_same(whole, whole.copy())
+    for row in range(23):
+        other = whole.copy()
+        other[row, 3, 1] ^= 1
+        assert not is_same(whole, other)
+    assert not is_same(whole, whole[:-1])

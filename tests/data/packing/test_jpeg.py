@@ -7,8 +7,15 @@ import pytest
 from pack_files import smooth
 from PIL import Image
 
-from rwkvclip_cli.data.packing.images import read_rgb
-from rwkvclip_cli.data.packing.jpeg import SCAN_DATA, is_common_jpeg, lengthen_scans, segments, walk_jpeg
+from rwkvclip_cli.data.packing.images import read_eighth, read_rgb
+from rwkvclip_cli.data.packing.jpeg import (
+    SCAN_DATA,
+    check_structure,
+    is_common,
+    lengthen_scans,
+    overhang,
+    walk_jpeg,
+)
 from rwkvclip_cli.data.packing.samples import BadImage
 
 # The smallest whole JPEG skeleton: frame header of 1 x 2 pixels, then a scan with a stuffed zero and a restart.
@@ -27,7 +34,7 @@ SCAN = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x12\xff\x00\x34\xff\xd0\
     ids=["plain", "fill bytes", "two scans"],
 )
 def test_the_markers_of_a_whole_jpeg_can_be_walked(data):
-    assert walk_jpeg(data) == (1, 2)
+    assert check_structure(walk_jpeg(data)) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def test_the_markers_of_a_whole_jpeg_can_be_walked(data):
 )
 def test_a_broken_structure_is_named(data, reason):
     with pytest.raises(BadImage) as fault:
-        walk_jpeg(data)
+        check_structure(walk_jpeg(data))
     assert fault.value.reason == reason
 
 
@@ -68,12 +75,12 @@ def test_a_broken_structure_is_named(data, reason):
 )
 def test_lossless_and_arithmetic_frames_are_rare(frame, common):
     tables = b"\xff\xc4\x00\x02\xff\xcc\x00\x02"  # DHT and DAC are no frames
-    assert is_common_jpeg(SOI + tables + FRAME.replace(b"\xc0", frame) + SCAN + EOI) is common
+    assert is_common(walk_jpeg(SOI + tables + FRAME.replace(b"\xc0", frame) + SCAN + EOI)) is common
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF89a", SOI + b"junk", SOI + EOI])
 def test_what_cannot_be_walked_is_left_for_others_to_judge(data):
-    assert is_common_jpeg(data)
+    assert is_common(walk_jpeg(data))
 
 
 def test_surplus_stands_behind_each_restart_interval_and_scan():
@@ -82,7 +89,7 @@ def test_surplus_stands_behind_each_restart_interval_and_scan():
     lengthened = SOI + FRAME + SCAN.replace(b"\xff\xd0", surplus + b"\xff\xd0") + surplus + b"\xff\xd1" + surplus
     lengthened += b"\xff\xc4\x00\x03\xff" + last + surplus + b"\xff\xd0" + surplus + b"\xff" + EOI + b"trailing" + SCAN
     data = SOI + FRAME + SCAN + b"\xff\xc4\x00\x03\xff" + last + b"\xff" + EOI + b"trailing" + SCAN
-    assert lengthen_scans(data) == lengthened
+    assert lengthen_scans(walk_jpeg(data)) == lengthened
 
 
 CODINGS = {
@@ -113,10 +120,10 @@ def coded(picture: str, coding: str) -> bytes:
 @pytest.mark.parametrize("picture", PICTURES)
 def test_lengthened_scans_show_the_same_picture_where_it_is_whole(picture, coding):
     data = coded(picture, coding)
-    lengthened = lengthen_scans(data)
+    lengthened = lengthen_scans(walk_jpeg(data))
     assert len(lengthened) > len(data)
     assert np.array_equal(read_rgb(lengthened), read_rgb(data))
-    assert walk_jpeg(lengthened) == walk_jpeg(data)
+    assert check_structure(walk_jpeg(lengthened)) == check_structure(walk_jpeg(data))
 
 
 def check_cuts(picture: str, coding: str, every: int) -> None:
@@ -124,14 +131,16 @@ def check_cuts(picture: str, coding: str, every: int) -> None:
     data = coded(picture, coding)
     whole = read_rgb(data)
     damaged = 0
-    for start, end in [(start, end) for marker, start, end in segments(data) if marker == SCAN_DATA]:
+    for start, end in [(start, end) for marker, start, end in walk_jpeg(data).segments if marker == SCAN_DATA]:
         for cut in range(start, end, every):
             short = data[:cut].rstrip(b"\xff") + data[end:]
             seen = read_rgb(short)
             if np.array_equal(seen, whole):  # nothing but padding is gone
                 continue
             damaged += 1
-            assert not np.array_equal(read_rgb(lengthen_scans(short)), seen), f"{cut - start} of {end - start} bytes"
+            assert not np.array_equal(read_rgb(lengthen_scans(walk_jpeg(short))), seen), (
+                f"{cut - start} of {end - start} bytes"
+            )
     assert damaged > 0
 
 
@@ -146,3 +155,76 @@ def test_a_scan_that_ends_early_shows_in_other_pixels(coding):
 @pytest.mark.parametrize("picture", PICTURES)
 def test_a_scan_that_ends_anywhere_early_shows_in_other_pixels(picture, coding):
     check_cuts(picture, coding, 1)
+
+
+PLAIN = {
+    "baseline": {},
+    "full chroma": {"subsampling": 0, "optimize": True},
+    "half chroma": {"subsampling": 1, "quality": 100},
+    "grey": {"mode": "L", "quality": 30},
+}
+
+
+def is_grey_below(jpeg: bytes) -> bool:
+    """Whether the first unit below the picture has no data of its own, nor has been given the end of the scan's."""
+    taller = overhang(walk_jpeg(jpeg))
+    assert taller is not None
+    means = read_eighth(taller.jpeg)
+    assert means is not None
+    assert len(means) == taller.row + 1
+    return bool(np.all(means[taller.row, 0] == 128))
+
+
+def plain(picture: str, options: dict[str, object]) -> bytes:
+    buffer = io.BytesIO()
+    mode = str(options.get("mode", "RGB"))
+    kept = {"quality": 85} | {key: value for key, value in options.items() if key != "mode"}
+    Image.fromarray(PICTURES[picture]).convert(mode).save(buffer, "JPEG", **kept)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("coding", PLAIN)
+@pytest.mark.parametrize("picture", ["smooth", "white", "red"])
+def test_a_bit_that_is_missing_anywhere_shows_below_the_picture(picture, coding):
+    """At every byte of the scan, those of the last block too, of which an eighth of the size shows next to nothing."""
+    data = plain(picture, PLAIN[coding])
+    whole = read_rgb(data)
+    assert not is_grey_below(data)
+    ((start, end),) = [(start, end) for marker, start, end in walk_jpeg(data).segments if marker == SCAN_DATA]
+    damaged = 0
+    for cut in range(start, end, 1 if picture == "red" else 3):
+        short = data[:cut].rstrip(b"\xff") + data[end:]
+        is_missed = not np.array_equal(read_rgb(short), whole)
+        assert is_grey_below(short) or not is_missed, f"{cut - start} of {end - start} bytes"
+        damaged += is_missed
+    assert damaged > 10
+
+
+@pytest.mark.parametrize("coding", ["progressive", "restarts", "grey progressive", "cmyk"])
+def test_only_plain_jpegs_overhang(coding):
+    assert overhang(walk_jpeg(coded("smooth", coding))) is None
+
+
+def test_colours_in_doubt_and_damage_do_not_overhang():
+    data = coded("smooth", "baseline")
+    assert overhang(walk_jpeg(data)) is not None
+    adobe = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
+    assert overhang(walk_jpeg(data[:2] + adobe + b"\x01" + data[2:])) is not None
+    for other in (
+        data[:2] + adobe + b"\x00" + data[2:],  # RGB, says Adobe
+        data.replace(b"\x01\x22\x00\x02\x11\x01\x03\x11\x01", b"R\x22\x00G\x11\x01B\x11\x01"),
+        data[:2] + b"\xff\xdd\x00\x04\x00\x02" + data[2:],  # restarts
+        data[:-2],  # no end
+        b"no JPEG",
+        SOI + FRAME + EOI,
+    ):
+        assert other != data
+        assert overhang(walk_jpeg(other)) is None
+
+
+def test_a_picture_of_whole_units_and_one_of_parts_overhang_by_one_row_of_blocks():
+    data = coded("smooth", "baseline")  # 50 rows of pixels in units of 16
+    taller = overhang(walk_jpeg(data))
+    assert taller is not None
+    assert (taller.row, check_structure(walk_jpeg(taller.jpeg))) == (8, (72, 65))
+    assert len(taller.jpeg) == len(data)

@@ -22,7 +22,7 @@ def poisoned(pictures, *arguments):
         {deed}
     return prepare(pictures, *arguments)
 worker.prepare = poisoned
-worker.main({descriptor})
+worker.main({descriptor}, {shared})
 """
 
 

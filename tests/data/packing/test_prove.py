@@ -13,7 +13,17 @@ from pack_files import smooth
 from PIL import Image
 
 from rwkvclip_cli.data.packing.images import encode_jpeg, read_rgb
-from rwkvclip_cli.data.packing.prove import FAITHFUL_MEAN, KEPT, RESIZED, Decoder, ImageOptions, Prepared, prepare
+from rwkvclip_cli.data.packing.prove import (
+    FAITHFUL_MEAN,
+    KEPT,
+    RESIZED,
+    TRIALS,
+    Decoder,
+    ImageOptions,
+    Prepared,
+    has_means,
+    prepare,
+)
 from rwkvclip_cli.data.packing.samples import BadImage
 
 FOLDER = Path(__file__).parent
@@ -146,7 +156,8 @@ def test_a_jpeg_whose_data_ends_early_is_refused_though_decoders_take_it(max_sid
 
 def test_a_size_other_than_expected_is_not_decoded():
     jpeg = encode_jpeg(smooth(), 90)
-    assert Decoder().decode([jpeg, jpeg], [(48, 32), (32, 48)])[1] is None
+    seen = [pixels is not None for pixels in Decoder().decode([jpeg, jpeg], [(48, 32), (32, 48)])]
+    assert seen == [True, False]
 
 
 def test_structure_keeps_whole_markers_and_mends_broken_ones():
@@ -208,3 +219,92 @@ def test_a_jpeg_of_very_many_scans_is_not_decoded(monkeypatch):
     assert [outcome(result) for result in results] == ["reject:too-many-scans", KEPT, KEPT]
     assert len(bomb) not in decoded
     assert re.match(r"20\d scans; at most 100", str(results[0].message))
+
+
+def practised(decoder: Decoder) -> Decoder:
+    """A decoder that has shown equal pixels often enough."""
+    pictures = [encode_jpeg(smooth(seed), 90) for seed in range(TRIALS)]
+    assert {outcome(result) for result in prepare(pictures, ImageOptions(), decoder)} == {KEPT}
+    return decoder
+
+
+@pytest.fixture
+def whole_decodes(monkeypatch) -> list[int]:
+    """Lengths of what the careful reader decodes in full."""
+    decoded: list[int] = []
+    monkeypatch.setattr(
+        "rwkvclip_cli.data.packing.prove.read_rgb",
+        lambda data, most: decoded.append(len(data)) or read_rgb(data, most),
+    )
+    return decoded
+
+
+def test_the_means_of_blocks_are_enough_after_equal_pixels_of_that_layout(whole_decodes):
+    decoder = practised(Decoder())
+    assert len(whole_decodes) == TRIALS
+    one = encode_jpeg(smooth(90), 90)
+    assert outcome(prepare([one], ImageOptions(), decoder)[0]) == KEPT
+    assert len(whole_decodes) == TRIALS
+    buffer = io.BytesIO()
+    Image.fromarray(smooth(90)).save(buffer, "JPEG", quality=90)  # half as much chroma: another layout
+    assert outcome(prepare([buffer.getvalue()], ImageOptions(), decoder)[0]) == KEPT
+    assert len(whole_decodes) == TRIALS + 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda rgb: rgb[..., ::-1],
+        lambda rgb: rgb[:, ::-1],
+        lambda rgb: rgb[::-1],
+        lambda rgb: np.roll(rgb, 8, axis=1),
+        lambda rgb: np.where(np.indices(rgb.shape)[0] < 8, 255, rgb).astype(np.uint8),
+        lambda rgb: np.maximum(rgb, 2) - 2,
+    ],
+    ids=["colours", "mirrored", "upside down", "shifted", "one row", "darker"],
+)
+def test_the_means_of_blocks_show_what_is_wrong_in_dali(spoil):
+    class Spoilt(Decoder):
+        is_spoilt = False
+
+        def decode(self, jpegs, sizes):
+            return (spoil(rgb) if self.is_spoilt else rgb for rgb in super().decode(jpegs, sizes))
+
+    decoder = practised(Spoilt())
+    decoder.is_spoilt = True
+    (result,) = prepare([encode_jpeg(smooth(90), 90)], ImageOptions(), decoder)
+    assert outcome(result) in ("reject:not-faithful", "re-encoded:other-pixels-in-dali")
+
+
+def test_missing_data_is_refused_after_many_equal_pixels_too(whole_decodes):
+    decoder = practised(Decoder())
+    whole = encode_jpeg(smooth(), 90)
+    results = [
+        prepare([short], ImageOptions(), decoder)[0] for short in (without_its_end(whole), whole[:-4] + b"\xff\xd9")
+    ]
+    assert [outcome(result) for result in results] == ["reject:truncated-image"] * 2
+
+
+def test_sharp_colours_are_compared_pixel_by_pixel(whole_decodes):
+    """Chroma that changes within a block is spread over its neighbours, in DALI and in the careful pixels alike."""
+    decoder = practised(Decoder())
+    checks = np.zeros((48, 48, 3), np.uint8)
+    checks[::3] = (255, 0, 0)
+    checks[:, ::5] = (0, 0, 255)
+    del whole_decodes[:]
+    assert outcome(prepare([encode_jpeg(checks, 60)], ImageOptions(), decoder)[0]) == KEPT
+    assert len(whole_decodes) == 1
+
+
+def test_blocks_have_their_means_or_not():
+    rgb = np.zeros((16, 24, 3), np.uint8)
+    rgb[:8, 8:16] = (10, 20, 30)
+    rgb[1, 9] = (74, 84, 94)  # one pixel of 64: a mean 1 higher
+    means = np.zeros((2, 3, 3), np.uint8)
+    means[0, 1] = (11, 21, 31)
+    assert has_means(rgb, means)
+    assert has_means(rgb[:15, :23], means)  # cut blocks count for nothing
+    assert not has_means(rgb[:7], means[:1])  # nothing is left to compare
+    assert not has_means(rgb, means[::-1])
+    means[0, 0] = 17
+    assert not has_means(rgb, means)
