@@ -1,0 +1,79 @@
+"""An interrupted pack goes on to the bytes of one that nobody disturbed."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pack_files import photo, write, write_tar
+
+import pack_killed
+
+TAKEN = 64  # what the sources below hold, ignored files included
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One of each kind, with rejects and ignored files among the pictures; the number of inputs of each is known."""
+    root = tmp_path_factory.mktemp("sources")
+    files: dict[str, str | bytes] = {}
+    for number in range(16):
+        files[f"imgs/{number:02}.jpg"] = photo(number)
+        files[f"imgs/{number:02}.txt"] = f"picture {number}"
+    files |= {"imgs/03b.jpg": b"none", "imgs/03b.txt": "no picture", "imgs/07b.jpg": photo(70), "imgs/08b.txt": "lost"}
+    rows = "".join(f"imgs/{number:02}.jpg,{'row ' * number}\n" for number in range(12))
+    files["rows.csv"] = f"image,caption\n{rows}imgs/nowhere.jpg,nothing\n"
+    write(root, files)
+    members = []
+    for number in range(12):
+        members += [(f"{number:02}.jpg", photo(number + 20)), (f"{number:02}.txt", b"member")]
+        if number % 4 == 1:
+            members += [("CREDITS", b"by nobody"), (f"{number:02}b.jpg", photo())]
+    write_tar(root / "one.tar", members)
+    write_tar(root / "two.tar.gz", members[:6], "w:gz")
+    images = [photo(number + 40) for number in range(10)]
+    table = pa.table({"image": [*images[:4], b"", *images[5:]], "caption": [f"cell {n}" for n in range(10)]})
+    pq.write_table(table, root / "cells.parquet", row_group_size=3)
+    return [str(root / name) for name in ("imgs", "rows.csv", "one.tar", "two.tar.gz", "cells.parquet")]
+
+
+def killed(root: Path, moments: list[str], **options: object) -> list[list[int]]:
+    """What each process took in: of the undisturbed pack, then, for each of the moments, of the kills and the rest."""
+    words = {"out": str(root / "out.rec"), "proof": "none", **options}
+    command = [sys.executable, pack_killed.__file__, json.dumps(words), *moments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_same(root: Path, runs: int) -> None:
+    """Every pack of `killed` has left the files of the undisturbed one, and nothing else."""
+    whole = {path.name.replace("whole", "out"): path.read_bytes() for path in root.glob("whole*")}
+    assert "out.manifest.json" in whole
+    for number in range(runs):
+        left = {path.name: path.read_bytes() for path in (root / str(number)).iterdir()}
+        assert left.keys() == whole.keys(), number
+        assert left == whole, number
+
+
+def moments(count: int, seed: int) -> list[str]:
+    """Moments to be killed at, every third of them twice; the first input is taken at about a tenth."""
+    draw = random.Random(seed)
+    drawn = [f"{draw.random():.4f}" for _ in range(count)]
+    return [f"{moment}+{draw.random() / 2:.4f}" if number % 3 == 2 else moment for number, moment in enumerate(drawn)]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "seed": 5}], ids=["plain", "shuffle"])
+def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(tmp_path, sources, options):
+    drawn = moments(6, seed=len(options))
+    (whole,), *taken = killed(tmp_path, drawn, sources=sources, **options)
+    assert whole == TAKEN
+    check_same(tmp_path, len(drawn))
+    for *before, after in taken:
+        assert sum(before) + after >= whole
+        assert sum(before) + after <= whole + 8 * len(before), "what had been taken in was packed again"
