@@ -184,6 +184,9 @@ class PackConfig(Options):
         False, "Put the records of all sources in an order drawn over the whole set (twice the disk space for a while)."
     )
     seed: int = option(0, "Seed of --shuffle.", minimum=0, maximum=2**31 - 1)
+    shard_size: int | None = option(
+        None, "Records a file: OUT-00000.rec, OUT-00001.rec and on, in place of one OUT.rec.", minimum=1
+    )
     workers: int | None = option(None, "Worker processes (default: one a core).", minimum=1, maximum=1024)
     writer: str = option("native", "Writer of the records; mxnet needs that package.", choices=("native", "mxnet"))
     overwrite: bool = option(False, "Replace an existing OUT.rec.")

@@ -78,6 +78,7 @@ def run(config: PackConfig, kill_at: int | None) -> tuple[int, int, bool]:
 def main(options: dict[str, object], moments: list[str], before: Callable[[Path], object] = lambda out: None) -> None:
     packing.CHECKPOINT_EVERY_S = packing.CHECKPOINT_SHARE = 0
     pool.BATCH_SAMPLES = 2
+    os.fsync = lambda descriptor: None  # only a power cut would tell, and it would take most of the tests' time
     made = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     config = PackConfig(**made)  # type: ignore[arg-type]
     out = Path(config.out)

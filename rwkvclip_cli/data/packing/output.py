@@ -86,9 +86,10 @@ class OutputSet:
 
     def is_whole(self, manifest: dict[str, Any]) -> bool:
         """Whether all files of the set that this manifest is of are there, the records with all their bytes."""
-        if not all(path.is_file() for path in self.final.values()):
-            return False
-        return bool(self.final["rec"].stat().st_size == manifest["size_bytes"])
+        recs = [(self._folder / shard["rec"], shard["size_bytes"]) for shard in manifest.get("shards", [])]
+        recs = recs or [(self.final["rec"], manifest["size_bytes"])]
+        others = [self.final[part] for part in TEXTS] + [rec.with_suffix(".idx") for rec, _ in recs]
+        return all(path.is_file() for path in others) and all(rec.stat().st_size == size for rec, size in recs)
 
     def start(self, journal: Journal | None = None, *, in_scratch: bool = False) -> None:
         """Make the partial files, or cut those that there are to what `journal` says. UsageError where OUT exists.

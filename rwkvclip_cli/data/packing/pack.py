@@ -22,7 +22,7 @@ from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageE
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.journal import READING, SHUFFLING, WRITTEN, Journal
-from rwkvclip_cli.data.packing.output import OutputSet
+from rwkvclip_cli.data.packing.output import OutputSet, shard_names
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.reading import Reading, parts_of
@@ -50,7 +50,8 @@ class PackSummary:
 
     count + rejects is the number of inputs. ignored: files that are no input. kept: how many records hold the original
     bytes, were resized or re-encoded, and why. reasons: how many rejects for each reason. size_bytes, content_hash: of
-    the .rec, the hash being SHA-256. columns: of each source that is a table, the columns that were read.
+    the .rec, the hash being SHA-256. columns: of each source that is a table, the columns that were read. shards: how
+    many numbered .rec files there are in place of one.
     """
 
     out: str
@@ -63,6 +64,7 @@ class PackSummary:
     content_hash: str
     statistics: dict[str, Any]
     columns: dict[str, Columns] = field(default_factory=dict)
+    shards: int = 0
 
     def document(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -73,6 +75,9 @@ class PackSummary:
         """All of it, for people."""
         out = printable(self.out)
         lines = [f"{out}: {self.count:,} records, {self.size_bytes:,} bytes"]
+        if self.shards:
+            first, last = (shard_names(Path(self.out), number)[0] for number in (0, self.shards - 1))
+            lines.append(f"  files: {self.shards:,}, {printable(first)} to {printable(last)}")
         lines += [f"  {how}: {count:,}" for how, count in self.kept.items()]
         lines += _columns_lines(self.columns)
         if self.rejects:
@@ -115,7 +120,11 @@ def pack(config: PackConfig) -> PackSummary:
         raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
     if config.resume and config.writer == "mxnet":
         raise UsageError("--resume: mxnet cannot continue a file", "--writer native, which writes the same bytes")
-    with _ends_on_sigterm(), OutputSet(config.out, config.overwrite) as output, _told_how_to_continue(config, output):
+    with (
+        _ends_on_sigterm(),
+        OutputSet(config.out, config.overwrite, config.shard_size) as output,
+        _told_how_to_continue(config, output),
+    ):
         if config.resume and output.journal is None and (done := _finished(config, output)):
             say(f"{printable(config.out)} is complete already")
             return done
@@ -161,8 +170,12 @@ class _Pack:
         if phase == SHUFFLING:
             shards, content_hash = self._shuffle(shards)
         size_bytes = sum(shard.size_bytes for shard in shards)
-        output.commit(_manifest(self._config, self._tally, content_hash, size_bytes))
-        return self._summary(content_hash, size_bytes)
+        manifest = _manifest(self._config, self._tally, content_hash, size_bytes)
+        if self._config.shard_size:
+            recs = [path.name for path, _ in map(output.record_paths, range(len(shards)))]
+            manifest["shards"] = [_shard(rec, shard) for rec, shard in zip(recs, shards, strict=True)]
+        output.commit(manifest, len(shards))
+        return self._summary(content_hash, size_bytes, len(shards) if self._config.shard_size else 0)
 
     def _say_where_it_starts(self) -> None:
         out, tally = printable(self._config.out), self._tally
@@ -223,7 +236,7 @@ class _Pack:
     def _record_files(self, folder: Path | None, done: list[Shard]) -> RecordFiles:
         """The partial .rec and .idx, or one pair of them in `folder`."""
         if folder is None:
-            return RecordFiles(self._config.writer, self._output.record_paths, None, done)
+            return RecordFiles(self._config.writer, self._output.record_paths, self._config.shard_size, done)
         rec, idx = (folder / self._output.final[part].name for part in ("rec", "idx"))
         return RecordFiles(self._config.writer, lambda number: (rec, idx), None, done)
 
@@ -257,7 +270,7 @@ class _Pack:
         tally = self._tally.document()
         self._output.keep(Journal(self._made_of, phase, position, shards, texts, tally, content_hash))
 
-    def _summary(self, content_hash: str, size_bytes: int) -> PackSummary:
+    def _summary(self, content_hash: str, size_bytes: int, shards: int) -> PackSummary:
         tally, statistics = self._tally, self._tally.statistics()
         return PackSummary(
             self._config.out,
@@ -270,6 +283,7 @@ class _Pack:
             content_hash,
             statistics,
             self._columns,
+            shards,
         )
 
 
@@ -291,6 +305,7 @@ def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
             manifest["size_bytes"],
             manifest["content_hash"],
             statistics,
+            shards=len(manifest.get("shards", [])),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -315,7 +330,8 @@ def _told_how_to_continue(config: PackConfig, output: OutputSet) -> Iterator[Non
 
 def _source_options(config: PackConfig, output: OutputSet) -> SourceOptions:
     """What the sources' readers need; neither the files being written nor the tokens are an input of a folder."""
-    paths = [str(path) for path in output.final.values()] + [config.tokens or ""]
+    old = [output.final["rec"].with_name(name) for name in output.old_names()]
+    paths = [str(path) for path in (*output.final.values(), *old)] + [config.tokens or ""]
     skip = frozenset(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in paths)
     return SourceOptions(
         config.format, config.image_key, config.caption_key, skip, config.context_length, bool(config.tokens)
@@ -368,7 +384,11 @@ def _settings(config: PackConfig) -> dict[str, Any]:
         "context_length": config.context_length,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.hash},
         "sources": [printable(source) for source in config.sources],
-        "options": {name: getattr(config, name) for name in BYTES_OPTIONS} | {"caption_key": list(config.caption_key)},
+        "options": {
+            **{name: getattr(config, name) for name in BYTES_OPTIONS},
+            "caption_key": list(config.caption_key),
+            **({"shard_size": config.shard_size} if config.shard_size else {}),
+        },
         "shuffled": config.shuffle,
         **({"seed": config.seed} if config.shuffle else {}),
     }
@@ -383,6 +403,15 @@ def _manifest(config: PackConfig, tally: Tally, content_hash: str, size_bytes: i
         "statistics": tally.statistics(),
         "size_bytes": size_bytes,
         "content_hash": content_hash,
+    }
+
+
+def _shard(rec: str, shard: Shard) -> dict[str, Any]:
+    return {
+        "rec": rec,
+        "count": shard.count,
+        "size_bytes": shard.size_bytes,
+        "content_hash": shard.content_hash,
     }
 
 

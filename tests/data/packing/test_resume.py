@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+import pack_killed
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pack_files import photo, write, write_tar
-
-import pack_killed
 
 TAKEN = 64  # what the sources below hold, ignored files included
 
