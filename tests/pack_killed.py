@@ -1,10 +1,11 @@
 """Packs in processes that are killed somewhere, and continues them: what the tests of `pack --resume` run by itself.
 
-    $ python tests/pack_killed.py '{"sources": ["imgs"], "out": "out.rec", "proof": "none"}' 0.1 0.5+0.3 0.9
+    $ python tests/pack_killed.py '{"sources": ["imgs"], "out": "out.rec", "proof": "none"}' '{}' 0.1 0.5+0.3 0.9
 
 Each number is a moment, from 0 (the first thing that a pack does) to 1 (the last one); of `0.5+0.3` the second kill is
-of the --resume that follows. A line for each goes to stdout: what each process took in, as JSON. A checkpoint follows
-every input.
+of the --resume that follows. The files of the second dictionary are there before. The undisturbed pack goes to a folder
+`whole` beside OUT, the others to 0, 1, ... A line for each of them goes to stdout: what each process took in, as JSON.
+A checkpoint follows every input.
 """
 
 import dataclasses
@@ -12,12 +13,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import rwkvclip_cli.data.packing.pack as packing
 import rwkvclip_cli.data.packing.pool as pool
 from rwkvclip_cli.config import PackConfig
+from rwkvclip_cli.console import RwkvClipError
 
 CHANGING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link"}
 
@@ -61,6 +62,8 @@ def run(config: PackConfig, kill_at: int | None) -> tuple[int, int, bool]:
             packing.pack(config)
             os.write(writes, str(moments.count).encode())
             code = 0
+        except RwkvClipError as error:
+            print(error.message, file=sys.stderr, flush=True)
         finally:
             os._exit(code)
     os.close(writes)
@@ -75,7 +78,7 @@ def run(config: PackConfig, kill_at: int | None) -> tuple[int, int, bool]:
     return moments, taken, status == 0
 
 
-def main(options: dict[str, object], moments: list[str], before: Callable[[Path], object] = lambda out: None) -> None:
+def main(options: dict[str, object], old: dict[str, str], moments: list[str]) -> None:
     packing.CHECKPOINT_EVERY_S = packing.CHECKPOINT_SHARE = 0
     pool.BATCH_SAMPLES = 2
     os.fsync = lambda descriptor: None  # only a power cut would tell, and it would take most of the tests' time
@@ -83,22 +86,24 @@ def main(options: dict[str, object], moments: list[str], before: Callable[[Path]
     config = PackConfig(**made)  # type: ignore[arg-type]
     out = Path(config.out)
     config = dataclasses.replace(config, workers=1)
-    total, taken, _ = run(dataclasses.replace(config, out=str(out.with_name("whole.rec"))), None)
+    (out.parent / "whole").mkdir()
+    total, taken, _ = run(dataclasses.replace(config, out=str(out.parent / "whole" / out.name)), None)
     print(json.dumps([taken]), flush=True)
     for number, moment in enumerate(moments):
         here = out.parent / str(number)
         here.mkdir()
         one = dataclasses.replace(config, out=str(here / out.name))
-        before(here / out.name)
+        for name, content in old.items():
+            (here / name).write_text(content)
         line = []
         for place in moment.split("+"):
             _, taken, _ = run(one, max(1, round(float(place) * total)))
             line.append(taken)
-            one = dataclasses.replace(one, resume=True, workers=1 + number % 3)
+            one = dataclasses.replace(one, resume=True, workers=(2, 5, 1)[number % 3])
         _, taken, done = run(one, None)
         assert done
         print(json.dumps([*line, taken]), flush=True)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2:])
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn, Self
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.journal import Journal, forget_journal, read_journal, write_journal
+from rwkvclip_cli.data.packing.reading import ANEW
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
 
 SUFFIXES = {
@@ -246,7 +247,7 @@ class TextFile:
         self._path = path
         try:
             if size_bytes > (path.stat().st_size if size_bytes else 0):
-                raise RwkvClipError(f"{path}: cannot be continued: it is shorter than the journal beside it says")
+                raise UsageError(f"{path}: cannot be continued: it is shorter than the journal beside it says", ANEW)
             self._file: BinaryIO = open(path, "r+b" if size_bytes else "wb")  # noqa: SIM115 - closed by its owner
             self._file.truncate(size_bytes)
             self._file.seek(size_bytes)

@@ -317,7 +317,7 @@ def _told_how_to_continue(config: PackConfig, output: OutputSet) -> Iterator[Non
     try:
         yield
     except BaseException as error:
-        if output.is_kept and output.journal:
+        if output.is_kept and output.journal and not isinstance(error, UsageError):
             kept = f"{output.journal.tally['count']:,} records are kept"
             command = retype("pack", config, resume=True)
             if isinstance(error, RwkvClipError):

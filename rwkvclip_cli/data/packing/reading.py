@@ -18,6 +18,8 @@ from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.samples import Item, SourceOptions, printable
 from rwkvclip_cli.data.packing.sources import KINDS
 
+ANEW = "the same command without --resume starts anew"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -110,7 +112,7 @@ class Reading:
             raise UsageError(
                 f"{printable(part.path)}: its first {position.items:,} inputs are not those that were packed; some "
                 "were added, removed or renamed",
-                "the same command without --resume starts anew",
+                ANEW,
             )
         return items
 

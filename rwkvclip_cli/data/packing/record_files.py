@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rwkvclip_cli.console import RwkvClipError, progress
+from rwkvclip_cli.console import UsageError, progress
+from rwkvclip_cli.data.packing.reading import ANEW
 from rwkvclip_cli.data.packing.writers import Writer, open_writer
 from rwkvclip_cli.data.recordio import Written
 
@@ -35,7 +36,7 @@ class RecordFiles:
     """Appends records, numbered from 0 over all files, to the pair of files `paths(0)`, `paths(1)` and so on.
 
     A file holds `shard_size` records, all of them without. `done`, what an earlier `flush` returned, is continued; the
-    files are compared with it first, RwkvClipError where they are not as it says.
+    files are compared with it first, UsageError where they are not as it says.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class RecordFiles:
                     content_hash = following.update(shard.size_bytes, bar.advance)
                     index_bytes = idx.stat().st_size
                 except OSError as error:
-                    raise RwkvClipError(f"{rec}: cannot be continued: {error.strerror}") from error
+                    raise UsageError(f"{rec}: cannot be continued: {error.strerror}", ANEW) from error
                 if content_hash != shard.content_hash or index_bytes < shard.index_bytes:
                     following.close()
-                    raise RwkvClipError(f"{rec}: cannot be continued: it is not what the journal beside it says")
+                    raise UsageError(f"{rec}: cannot be continued: it is not what the journal beside it says", ANEW)
                 if number < len(done) - 1:
                     following.close()
         last = done[-1]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pack_killed
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,10 +41,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(root / name) for name in ("imgs", "rows.csv", "one.tar", "two.tar.gz", "cells.parquet")]
 
 
-def killed(root: Path, moments: list[str], **options: object) -> list[list[int]]:
-    """What each process took in: of the undisturbed pack, then, for each of the moments, of the kills and the rest."""
+def killed(root: Path, moments: list[str], old: dict[str, str] | None = None, **options: object) -> list[list[int]]:
+    """What each process took in: of the undisturbed pack, then, for each of the moments, of the kills and the rest.
+
+    `old`: files that are there before.
+    """
     words = {"out": str(root / "out.rec"), "proof": "none", **options}
-    command = [sys.executable, pack_killed.__file__, json.dumps(words), *moments]
+    command = [sys.executable, pack_killed.__file__, json.dumps(words), json.dumps(old or {}), *moments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -51,7 +55,7 @@ def killed(root: Path, moments: list[str], **options: object) -> list[list[int]]
 
 def check_same(root: Path, runs: int) -> None:
     """Every pack of `killed` has left the files of the undisturbed one, and nothing else."""
-    whole = {path.name.replace("whole", "out"): path.read_bytes() for path in root.glob("whole*")}
+    whole = {path.name: path.read_bytes() for path in (root / "whole").iterdir()}
     assert "out.manifest.json" in whole
     for number in range(runs):
         left = {path.name: path.read_bytes() for path in (root / str(number)).iterdir()}
@@ -66,12 +70,47 @@ def moments(count: int, seed: int) -> list[str]:
     return [f"{moment}+{draw.random() / 2:.4f}" if number % 3 == 2 else moment for number, moment in enumerate(drawn)]
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True, "seed": 5}], ids=["plain", "shuffle"])
+WAYS = {
+    "plain": {},
+    "shuffle": {"shuffle": True, "seed": 5},
+    "shards": {"shard_size": 7},
+    "shuffled shards": {"shard_size": 10, "shuffle": True},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(tmp_path, sources, options):
-    drawn = moments(6, seed=len(options))
+    drawn = moments(4, seed=len(options))
     (whole,), *taken = killed(tmp_path, drawn, sources=sources, **options)
     assert whole == TAKEN
     check_same(tmp_path, len(drawn))
     for *before, after in taken:
         assert sum(before) + after >= whole
         assert sum(before) + after <= whole + 8 * len(before), "what had been taken in was packed again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_a_pack_that_is_killed_at_any_of_fifty_moments_goes_on_to_the_same_bytes(tmp_path, sources, options):
+    drawn = moments(50, seed=7)
+    killed(tmp_path, drawn, sources=sources, **options)
+    check_same(tmp_path, len(drawn))
+
+
+def test_the_last_things_that_a_pack_does_can_be_cut_off_too(tmp_path, sources):
+    # What is behind the last input: journals, the manifest, the switch of the files.
+    drawn = [f"{0.7 + 0.3 * number / 8:.4f}" for number in range(9)]
+    old = {"out.rec": "old", "out.idx": "old", "out-00003.rec": "old"}
+    killed(tmp_path, drawn, old, sources=sources[1:2], shard_size=5, overwrite=True)
+    check_same(tmp_path, len(drawn))
+
+
+def test_tokens_go_on_at_their_row(tmp_path, sources):
+    rows = np.zeros((41, 77), np.int32)  # of the folder's 18 images, whose lost caption has none, and the csv's 13
+    rows[:, :3] = [[49406, 1000 + number, 49407] for number in range(41)]
+    np.save(tmp_path / "rows.npy", rows)
+    drawn = ["0.3", "0.5", "0.6+0.3", "0.8"]
+    three = [sources[0], sources[1], sources[4]]
+    (whole,), *taken = killed(tmp_path, drawn, sources=three, tokens=str(tmp_path / "rows.npy"))
+    check_same(tmp_path, len(drawn))
+    assert all(after < whole for *_, after in taken)
