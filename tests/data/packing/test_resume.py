@@ -1,9 +1,12 @@
 """An interrupted pack goes on to the bytes of one that nobody disturbed."""
 
 import json
+import os
 import random
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +42,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     table = pa.table({"image": [*images[:4], b"", *images[5:]], "caption": [f"cell {n}" for n in range(10)]})
     pq.write_table(table, root / "cells.parquet", row_group_size=3)
     return [str(root / name) for name in ("imgs", "rows.csv", "one.tar", "two.tar.gz", "cells.parquet")]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where the system has one: on a busy disk thousands of journals would take minutes."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as name:
+        yield Path(name)
 
 
 def killed(root: Path, moments: list[str], old: dict[str, str] | None = None, **options: object) -> list[list[int]]:
@@ -78,12 +89,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(tmp_path, sources, options):
-    drawn = moments(4, seed=len(options))
-    (whole,), *taken = killed(tmp_path, drawn, sources=sources, **options)
+@pytest.mark.parametrize("options", [WAYS["plain"], WAYS["shuffled shards"]], ids=["plain", "shuffled shards"])
+def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(folder, sources, options):
+    drawn = moments(3, seed=len(options))
+    (whole,), *taken = killed(folder, drawn, sources=sources, **options)
     assert whole == TAKEN
-    check_same(tmp_path, len(drawn))
+    check_same(folder, len(drawn))
     for *before, after in taken:
         assert sum(before) + after >= whole
         assert sum(before) + after <= whole + 8 * len(before), "what had been taken in was packed again"
@@ -91,26 +102,26 @@ def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(tmp_path, sour
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_a_pack_that_is_killed_at_any_of_fifty_moments_goes_on_to_the_same_bytes(tmp_path, sources, options):
+def test_a_pack_that_is_killed_at_any_of_fifty_moments_goes_on_to_the_same_bytes(folder, sources, options):
     drawn = moments(50, seed=7)
-    killed(tmp_path, drawn, sources=sources, **options)
-    check_same(tmp_path, len(drawn))
+    killed(folder, drawn, sources=sources, **options)
+    check_same(folder, len(drawn))
 
 
-def test_the_last_things_that_a_pack_does_can_be_cut_off_too(tmp_path, sources):
+def test_the_last_things_that_a_pack_does_can_be_cut_off_too(folder, sources):
     # What is behind the last input: journals, the manifest, the switch of the files.
-    drawn = [f"{0.7 + 0.3 * number / 8:.4f}" for number in range(9)]
+    drawn = [f"{0.7 + 0.3 * number / 5:.4f}" for number in range(6)]
     old = {"out.rec": "old", "out.idx": "old", "out-00003.rec": "old"}
-    killed(tmp_path, drawn, old, sources=sources[1:2], shard_size=5, overwrite=True)
-    check_same(tmp_path, len(drawn))
+    killed(folder, drawn, old, sources=sources[1:2], shard_size=5, overwrite=True)
+    check_same(folder, len(drawn))
 
 
-def test_tokens_go_on_at_their_row(tmp_path, sources):
+def test_tokens_go_on_at_their_row(folder, sources):
     rows = np.zeros((41, 77), np.int32)  # of the folder's 18 images, whose lost caption has none, and the csv's 13
     rows[:, :3] = [[49406, 1000 + number, 49407] for number in range(41)]
-    np.save(tmp_path / "rows.npy", rows)
-    drawn = ["0.3", "0.5", "0.6+0.3", "0.8"]
+    np.save(folder / "rows.npy", rows)
+    drawn = ["0.3", "0.5", "0.6+0.3"]
     three = [sources[0], sources[1], sources[4]]
-    (whole,), *taken = killed(tmp_path, drawn, sources=three, tokens=str(tmp_path / "rows.npy"))
-    check_same(tmp_path, len(drawn))
+    (whole,), *taken = killed(folder, drawn, sources=three, tokens=str(folder / "rows.npy"))
+    check_same(folder, len(drawn))
     assert all(after < whole for *_, after in taken)
