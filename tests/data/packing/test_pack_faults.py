@@ -1,6 +1,7 @@
 """What can happen to a running pack: signals, a disk that refuses, sources that change, vanish or cannot be read."""
 
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -16,10 +17,11 @@ from helpers import run_cli
 from pack_files import HALTING, SUFFIXES, files_of, folder_of, halted, photo, write_tar
 
 from rwkvclip_cli.config import PackConfig
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.pack import pack
 
 COUNT = 30
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 EIO = Path("/proc/self/mem")  # opens, and gives an input/output error to whoever reads
 
 
@@ -128,36 +130,41 @@ def shrink(source: Path) -> None:
     (source / "003.jpg").unlink()
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        (None, {"quality": 90}, "was begun with --quality 95, this command has 90"),
-        (None, {"caption_key": ("a", "b")}, "was begun with --caption-key none, this command has a b"),
-        (None, {"shard_size": 8}, "was begun with --shard-size none, this command has 8"),
-        (None, {"shuffle": True}, "was begun with --shuffle False, this command has True"),
-        (None, {"sources": ("elsewhere",)}, "elsewhere: no such folder or file"),
-        (grow, {}, r"imgs: its first \d+ inputs are not those that were packed"),
-        (shrink, {}, r"imgs: its first \d+ inputs are not those that were packed"),
-    ],
-)
-def test_other_options_or_sources_are_named_and_nothing_is_lost(tmp_path, change, options, message):
+OTHER_OPTIONS = [
+    ({"quality": 90}, "was begun with --quality 95, this command has 90"),
+    ({"caption_key": ("a", "b")}, "was begun with --caption-key none, this command has a b"),
+    ({"shard_size": 8}, "was begun with --shard-size none, this command has 8"),
+    ({"shuffle": True}, "was begun with --shuffle False, this command has True"),
+    ({"sources": ("elsewhere",)}, "elsewhere: no such folder or file"),
+]
+
+
+def test_other_options_or_sources_are_named_and_nothing_is_lost(tmp_path):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     with halted(20, source, out) as pack_:
         pack_.end(signal.SIGKILL)
     whole = undisturbed(source)
-    kept = {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()}
-    if change:
-        change(source)
-    with pytest.raises(UsageError, match=message) as fault:
-        resumed(source, out, **options)
-    assert "are kept" not in fault.value.message
-    assert fault.value.hint == "the same command without --resume starts anew" or "sources" in options
-    assert {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()} == kept
-    if not change:
-        assert resumed(source, out) == whole
+
+    def check_refused(message: str, **options: object) -> None:
+        kept = {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()}
+        with pytest.raises(UsageError, match=message) as fault:
+            resumed(source, out, **options)
+        assert "are kept" not in fault.value.message
+        assert fault.value.hint == "the same command without --resume starts anew" or "sources" in options
+        assert {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()} == kept
+
+    for options, message in OTHER_OPTIONS:
+        check_refused(message, **options)
+    (source / "000a.jpg").write_bytes(photo())
+    check_refused(r"imgs: its first \d+ inputs are not those that were packed")
+    (source / "000a.jpg").unlink()
+    (source / "003.jpg").rename(tmp_path / "003.jpg")
+    check_refused(r"imgs: its first \d+ inputs are not those that were packed")
+    (tmp_path / "003.jpg").rename(source / "003.jpg")
+    assert resumed(source, out) == whole
 
 
-@pytest.mark.parametrize("spoil", ["o.rec", "o.idx", "o.sources.tsv"])
+@pytest.mark.parametrize("spoil", ["o.rec", SLOW("o.idx"), SLOW("o.sources.tsv")])
 def test_partial_files_that_are_not_what_the_journal_says_are_not_continued(tmp_path, spoil):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     with halted(20, source, out) as pack_:
@@ -178,19 +185,20 @@ def test_a_damaged_journal_is_no_journal(tmp_path, journal):
     assert resumed(source, out) == undisturbed(source)
 
 
-@pytest.mark.parametrize("options", [(), ("--resume",), ("--shard-size", "5")])
-def test_a_second_pack_is_refused_whatever_its_options(tmp_path, options):
+def test_a_second_pack_is_refused_whatever_its_options(tmp_path):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     with halted(10, source, out) as first:
         first.end(signal.SIGKILL)
     with halted(10, source, out, "--resume") as first:
-        second = run_cli("pack", source, out, "--proof", "none", *options)
-        assert (second.returncode, second.stderr.splitlines()[0]) == (1, f"rwkvclip: {out}: another pack is writing it")
+        config = PackConfig(sources=(str(source),), out=str(out), proof="none")
+        for options in ({}, {"resume": True}, {"shard_size": 5}, {"overwrite": True}):
+            with pytest.raises(RwkvClipError, match=r"o\.rec: another pack is writing it"):
+                pack(dataclasses.replace(config, **options))  # type: ignore[arg-type]
         assert first.go_on()[0] == 0
     assert files_of(out) == undisturbed(source)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [SLOW(1), 2])
 def test_workers_that_are_killed_are_replaced(tmp_path, workers):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     with halted(12, source, out, workers=workers) as pack_:
@@ -221,7 +229,11 @@ def full_disk_run(arguments: list[str | Path], limit: int | None) -> "subprocess
     )
 
 
-@pytest.mark.parametrize("options", [[], ["--shuffle"], ["--shard-size", "20"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [[], SLOW(["--shuffle"]), SLOW(["--shard-size", "20"])],
+    ids=" ".join,
+)
 def test_a_pack_that_fills_the_disk_goes_on_when_there_is_room(tmp_path, options):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     done = full_disk_run([source, out, *options], 25_000)
@@ -309,7 +321,7 @@ def tar_of(root: Path) -> Path:
     return write_tar(root / "rows.tar", members)
 
 
-@pytest.mark.parametrize("make", [table_of, tar_of])
+@pytest.mark.parametrize("make", [table_of, SLOW(tar_of)])
 @pytest.mark.parametrize("change", ["grow", "replace", "vanish"])
 def test_a_table_or_tar_that_changes_ends_the_pack_until_it_is_as_it_was(tmp_path, make, change):
     source, out = make(tmp_path), tmp_path / "o.rec"
