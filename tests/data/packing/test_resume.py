@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pack_killed
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pack_files import photo, write, write_tar
+from pack_files import HALTING, photo, write, write_tar
 
 TAKEN = 64  # what the sources below hold, ignored files included
 
@@ -125,3 +126,30 @@ def test_tokens_go_on_at_their_row(folder, sources):
     (whole,), *taken = killed(folder, drawn, sources=three, tokens=str(folder / "rows.npy"))
     check_same(folder, len(drawn))
     assert all(after < whole for *_, after in taken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_pack_that_is_killed_from_outside_again_and_again_comes_to_its_end(folder, sources):
+    words = ["-c", HALTING, "-1", "pack", *sources, str(folder / "out.rec"), "--proof", "none", "--shard-size", "9"]
+    words += ["--shuffle", "--workers", "1"]
+    began_s = time.monotonic()
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    took_s = time.monotonic() - began_s
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for path in folder.iterdir():
+        path.unlink()
+    draw = random.Random(1)
+    ended = []
+    for _ in range(20):
+        with subprocess.Popen(
+            [sys.executable, *words, "--resume"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as one:
+            time.sleep(draw.uniform(took_s / 4, took_s))
+            one.kill()
+            one.communicate()
+        ended.append(one.returncode)
+    assert ended[0] == -9
+    assert set(ended) <= {0, -9}
+    subprocess.run([sys.executable, *words, "--resume"], check=True, capture_output=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
