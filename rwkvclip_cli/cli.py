@@ -214,10 +214,9 @@ def _eval(options: config.EvalConfig) -> None:
     with_context=True,
 )
 def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]) -> None:
-    from rwkvclip_cli.launch.plan import retype
     from rwkvclip_cli.launch.torchrun import check_machine, check_usage, start
 
-    retyped = functools.partial(retype, "launch", options, train_args)
+    retyped = functools.partial(config.retype, "launch", options, train_args)
     check_usage(options, retyped)
     settings = context.meta.get(SETTINGS_FILE)
     passed_on = ["--config", str(settings)] if settings and "--config" not in train_args else []
@@ -234,7 +233,7 @@ def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]
         if not options.dry_run:
             # Who asks for GPUs that are not there hears of them first: no train option would mend that.
             check_machine(options, without_gpu=without_gpu)
-            completed = retype("launch", options, [*train_args, *error.hint.split()])
+            completed = config.retype("launch", options, [*train_args, *error.hint.split()])
             raise config.MissingOptionError(error.message, completed) from None
         console.warn(error.message)
     raise typer.Exit(start(options, ("train", *passed_on, *train_args), without_gpu=without_gpu))

@@ -9,10 +9,11 @@ The command line and `rwkvclip.toml` both derive from these dataclasses.
 import dataclasses
 import difflib
 import math
+import shlex
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,25 @@ def option_fields(config: type) -> Iterator[dataclasses.Field[Any]]:
 def option_name(field: dataclasses.Field[Any]) -> str:
     """How the field is spelled on the command line and in `rwkvclip.toml`: words joined by dashes."""
     return field.name.replace("_", "-")
+
+
+def retype(name: str, config: Options, rest: Sequence[str] = (), **changes: object) -> str:
+    """The command line that gives these options with `changes`: what is no default, then `rest` after `--`."""
+    changed = dataclasses.replace(config, **changes)  # type: ignore[type-var]
+    words = ["rwkvclip", name]
+    for each in option_fields(type(config)):
+        value = getattr(changed, each.name)
+        if value != each.default:
+            words += _spelled(each, value)
+    return shlex.join([*words, *(("--", *rest) if rest else ())])
+
+
+def _spelled(field: dataclasses.Field[Any], value: object) -> list[str]:
+    name = option_name(field)
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = list(map(str, value)) if isinstance(value, tuple) else [str(value)]
+    return values if field.metadata["argument"] else [word for each in values for word in (f"--{name}", each)]
 
 
 def check_value(field: dataclasses.Field[Any], value: Any) -> None:
@@ -164,9 +184,13 @@ class PackConfig(Options):
         False, "Put the records of all sources in an order drawn over the whole set (twice the disk space for a while)."
     )
     seed: int = option(0, "Seed of --shuffle.", minimum=0, maximum=2**31 - 1)
+    shard_size: int | None = option(
+        None, "Records a file: OUT-00000.rec, OUT-00001.rec and on, in place of one OUT.rec.", minimum=1
+    )
     workers: int | None = option(None, "Worker processes (default: one a core).", minimum=1, maximum=1024)
     writer: str = option("native", "Writer of the records; mxnet needs that package.", choices=("native", "mxnet"))
     overwrite: bool = option(False, "Replace an existing OUT.rec.")
+    resume: bool = option(False, "Continue an interrupted pack of the same sources and options.")
     json: bool = option(False, "Print one JSON document.")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rwkvclip_cli import console
-from rwkvclip_cli.config import LaunchConfig, NcclCheckConfig, option_fields, option_name
+from rwkvclip_cli.config import LaunchConfig, NcclCheckConfig, option_fields, option_name, retype
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.nccl.report import ELEMENT_BYTES, Report, Row, readable
 
@@ -63,7 +63,7 @@ def sweep_sizes(options: NcclCheckConfig) -> list[int]:
 
 
 def _start_ranks(options: NcclCheckConfig, settings: Path | None) -> int:
-    from rwkvclip_cli.launch.plan import backend_of, retype
+    from rwkvclip_cli.launch.plan import backend_of
     from rwkvclip_cli.launch.torchrun import check_usage, start
 
     if options.cpus is not None and options.backend != "gloo":

@@ -3,8 +3,12 @@
 >>> folder_of(tmp_path / "imgs", 3)  # 000.jpg, 000.txt, ...
 """
 
+import contextlib
 import io
+import subprocess
+import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,3 +77,62 @@ def folder_of(root: Path, count: int) -> Path:
 
 def files_of(out: Path) -> dict[str, bytes]:
     return {part: out.with_name(out.stem + suffix).read_bytes() for part, suffix in SUFFIXES.items()}
+
+
+# Runs a command that, before it reads the input of the number that comes first, waits for a line on stdin; so does a
+# pack that has that many inputs in all. A checkpoint follows every input.
+HALTING = """
+import sys
+import rwkvclip_cli.data.packing.pack as packing, rwkvclip_cli.data.packing.pool as pool
+from rwkvclip_cli.cli import main
+halt_at = int(sys.argv.pop(1))
+read = packing.Reading.items
+def halt():
+    print("half", flush=True)
+    sys.stdin.readline()
+def halting(reading):
+    number = -1
+    for number, item in enumerate(read(reading)):
+        if number == halt_at:
+            halt()
+        yield item
+    if number + 1 == halt_at:
+        halt()
+packing.Reading.items, pool.BATCH_SAMPLES = halting, 1
+packing.CHECKPOINT_EVERY_S = packing.CHECKPOINT_SHARE = 0
+sys.argv[0] = "rwkvclip"
+main()
+"""
+
+
+class Halted:
+    """A pack in a process of its own that has taken in about as many inputs as it was told, and waits."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def go_on(self) -> tuple[int, str, str]:
+        """Let it read on; its exit code, what it printed and what it said."""
+        result, log = self.process.communicate("\n", timeout=60)
+        return self.process.returncode, result, log
+
+    def end(self, number: int) -> tuple[int, str, str]:
+        """Send it a signal; the same."""
+        self.process.send_signal(number)
+        result, log = self.process.communicate(timeout=60)
+        return self.process.returncode, result, log
+
+
+@contextlib.contextmanager
+def halted(number: int, source: Path, out: Path, *options: str, workers: int = 1) -> Iterator[Halted]:
+    """`rwkvclip pack SOURCE OUT` that waits before the input of that number."""
+    command = [sys.executable, "-c", HALTING, str(number), "pack", str(source), str(out), "--proof", "none"]
+    command += ["--workers", str(workers), *options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "half\n", process.stderr and process.stderr.read()
+            yield Halted(process)
+        finally:
+            process.kill()

@@ -7,7 +7,7 @@ import pytest
 from helpers import run_cli
 
 from rwkvclip_cli import cli, config
-from rwkvclip_cli.config import LaunchConfig, NcclCheckConfig, Options, TrainConfig, option_fields
+from rwkvclip_cli.config import LaunchConfig, NcclCheckConfig, Options, PackConfig, TrainConfig, option_fields, retype
 from rwkvclip_cli.console import UsageError
 
 
@@ -115,3 +115,12 @@ def test_a_switch_of_the_file_is_true_or_false(tmp_path: Path) -> None:
     file.write_text('[train]\ncompile = "yes"\n')
     with pytest.raises(UsageError, match=r"compile must be true or false; got 'yes'"):
         config.read_config(file)
+
+
+def test_a_command_is_typed_again_with_arguments_and_repeated_options() -> None:
+    options = PackConfig(
+        sources=("my imgs", "b.tar"), out="o.rec", caption_key=("raw", "made"), shuffle=True, workers=3
+    )
+    line = retype("pack", options, resume=True)
+    assert line == ("rwkvclip pack 'my imgs' b.tar o.rec --caption-key raw --caption-key made --workers 3 --resume")
+    assert cli.parse("pack", line.replace("'my imgs'", "my-imgs").split()[2:]).caption_key == ("raw", "made")

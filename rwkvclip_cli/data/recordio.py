@@ -110,6 +110,15 @@ def _float32_bytes(values: Sequence[float]) -> bytes:
     return floats.tobytes()
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How far a .rec and its .idx are written."""
+
+    count: int
+    size_bytes: int
+    index_bytes: int
+
+
 class RecordWriter:
     """Writes a .rec and its .idx as a stream, in constant memory; what exists under the two names is replaced.
 
@@ -120,20 +129,25 @@ class RecordWriter:
     Where the `with` block raises, both files are closed as they are and left for the caller. A write that fails (a
     full disk, say) raises RwkvClipError, at the latest from `close`, which also waits until the data is on the disk
     (`sync=False` leaves that to the system).
+
+    With `after`, what an earlier writer's `flush` returned, the two files are kept up to there and continued.
     """
 
-    def __init__(self, path: PathLike, index_path: PathLike | None = None, *, sync: bool = True) -> None:
+    def __init__(
+        self, path: PathLike, index_path: PathLike | None = None, *, sync: bool = True, after: Written | None = None
+    ) -> None:
         self.path = Path(path)
         self.index_path = default_index_path(path) if index_path is None else Path(index_path)
         if self.path == self.index_path:
             raise RwkvClipError(f"{path}: records and index need two files", "give the records the suffix .rec")
-        self.count = 0
-        self.size_bytes = 0
+        after = after or Written(0, 0, 0)
+        self.count = after.count
+        self.size_bytes = after.size_bytes
         self._sync = sync
         self._failed = False
-        self._file = _create(self.path)
+        self._file = _open_at(self.path, after.size_bytes)
         try:
-            self._index = _create(self.index_path)
+            self._index = _open_at(self.index_path, after.index_bytes)
         except RwkvClipError:
             self._file.close()
             raise
@@ -175,16 +189,28 @@ class RecordWriter:
             self._file.write(bytes(padding))
         self.size_bytes += _PART.size + length + padding
 
+    def flush(self) -> Written:
+        """Wait until both files are on the disk, RwkvClipError where that fails; how far they are written."""
+        self._refuse_after_failure()
+        try:
+            self._write_out()
+            return Written(self.count, self.size_bytes, self._index.tell())
+        except OSError as error:
+            self._fail(error)
+
+    def _write_out(self) -> None:
+        for file in (self._file, self._index):
+            file.flush()
+            if self._sync:
+                os.fsync(file.fileno())
+
     def close(self) -> None:
         """Write out what is buffered and close both files, RwkvClipError where that fails. Again: nothing happens."""
         if self._file.closed:
             return
         try:
             self._refuse_after_failure()
-            for file in (self._file, self._index):
-                file.flush()
-                if self._sync:
-                    os.fsync(file.fileno())
+            self._write_out()
         except OSError as error:
             self._fail(error)
         finally:
@@ -219,9 +245,15 @@ class RecordWriter:
             self._abandon()
 
 
-def _create(path: Path) -> BinaryIO:
+def _open_at(path: Path, size_bytes: int) -> BinaryIO:
+    """Open a file to write on behind its first `size_bytes`; 0 makes it anew."""
     try:
-        return open(path, "wb", buffering=_BUFFER_BYTES)
+        if not size_bytes:
+            return open(path, "wb", buffering=_BUFFER_BYTES)
+        file = open(path, "r+b", buffering=_BUFFER_BYTES)  # noqa: SIM115 - the writer closes it
+        file.truncate(size_bytes)
+        file.seek(size_bytes)
+        return file
     except OSError as error:
         raise RwkvClipError(f"cannot create {path}: {error.strerror}", f"ls -ld {path.absolute().parent}") from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rwkvclip_cli.console import RwkvClipError, UsageError, progress
 from rwkvclip_cli.data.packing.output import OutputSet
+from rwkvclip_cli.data.packing.record_files import FollowingHash
 from rwkvclip_cli.data.recordio import Record, RecordWriter, pack_record
 from rwkvclip_cli.inspect.check import MENDABLE, Checked, Prover, check_records
 from rwkvclip_cli.inspect.faults import FaultLog
@@ -45,6 +46,7 @@ def salvage(file: RecFile, beside: Beside, prover: Prover | None, out: str) -> S
     kept = before = 0
     lost: Counter[str] = Counter()
     with OutputSet(out, overwrite=False) as output:
+        output.start()
         copied = _copy_rejects(beside, output)
         with (
             RecordWriter(output.partial["rec"], output.partial["idx"]) as writer,
@@ -62,7 +64,7 @@ def salvage(file: RecFile, beside: Beside, prover: Prover | None, out: str) -> S
                 before += not lost
         if not kept:
             raise RwkvClipError(f"{file.path}: no record is sound, nothing to salvage", f"ls -l {file.path}")
-        content_hash = output.hash_written()
+        content_hash = FollowingHash(output.partial["rec"]).update()
         size_bytes = output.partial["rec"].stat().st_size
         manifest = _manifest(file, beside, kept, copied, lost) | {
             "size_bytes": size_bytes,

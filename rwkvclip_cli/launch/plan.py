@@ -5,12 +5,11 @@
 Nothing here looks at the machine or starts anything; `preflight.survey` gathers the facts.
 """
 
-import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rwkvclip_cli.config import LaunchConfig, Options, option_fields, option_name
+from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import UnableError, UsageError
 from rwkvclip_cli.launch.network import DEFAULT_PORT, Endpoint, is_loopback, parse_endpoint
 
@@ -118,23 +117,6 @@ def check_options(config: LaunchConfig, retyped: Callable[..., str], address: st
             )
     if config.rdzv_backend == "static" and config.nodes > 1 and config.node_rank is None:
         raise UsageError("--rdzv-backend static needs --node-rank, another one on each node", retyped(node_rank=0))
-
-
-def retype(name: str, config: Options, rest: Sequence[str] = (), **changes: object) -> str:
-    """The command line that gives these options with `changes`: what is no default, then `rest` after `--`."""
-    changed = dataclasses.replace(config, **changes)  # type: ignore[type-var]
-    words = ["rwkvclip", name]
-    for each in option_fields(type(config)):
-        value = getattr(changed, each.name)
-        if value != each.default:
-            words += _spelled(option_name(each), value)
-    return shlex.join([*words, *(("--", *rest) if rest else ())])
-
-
-def _spelled(name: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", str(value)]
 
 
 def ranks_here(config: LaunchConfig, visible_gpus: int, without_gpu: str = "") -> int:

@@ -23,6 +23,7 @@ from rwkvclip_cli.data.recordio import (
     Record,
     RecordReader,
     RecordWriter,
+    Written,
     pack_record,
     unpack_record,
 )
@@ -493,3 +494,24 @@ def test_payloads_that_are_no_image_record(tmp_path: Path, payload: bytes, said:
 def test_recordio_needs_neither_numpy_nor_torch() -> None:
     program = "import sys, rwkvclip_cli.data.recordio; sys.exit(bool({'numpy', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_writer_goes_on_behind_what_another_flushed(tmp_path):
+    payloads = [pack_record(Record([1.0], bytes([number]) * number, id=number)) for number in range(9)]
+    with RecordWriter(tmp_path / "whole.rec") as writer:
+        for payload in payloads:
+            writer.write(payload)
+    for stop in range(9):
+        path = tmp_path / f"{stop}.rec"
+        with RecordWriter(path) as writer:
+            for payload in payloads[:stop]:
+                writer.write(payload)
+            written = writer.flush()
+            assert written == Written(stop, path.stat().st_size, path.with_suffix(".idx").stat().st_size)
+            writer.write(b"what a killed process wrote behind")
+        with RecordWriter(path, after=written) as writer:
+            for number, payload in enumerate(payloads[stop:], stop):
+                assert writer.count == number
+                writer.write(payload)
+        for suffix in (".rec", ".idx"):
+            assert path.with_suffix(suffix).read_bytes() == (tmp_path / "whole.rec").with_suffix(suffix).read_bytes()

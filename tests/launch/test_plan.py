@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rwkvclip_cli.config import LaunchConfig
+from rwkvclip_cli.config import LaunchConfig, retype
 from rwkvclip_cli.console import UnableError, UsageError
-from rwkvclip_cli.launch.plan import LaunchPlan, Machine, NodeCommand, check_options, hosts_endpoint, plan, retype
+from rwkvclip_cli.launch.plan import LaunchPlan, Machine, NodeCommand, check_options, hosts_endpoint, plan
 
 TRAIN = ("train", "--output", "my run", "--train-data", "pairs.rec")
 WORKER = "-m rwkvclip_cli train --output 'my run' --train-data pairs.rec"

@@ -1,26 +1,25 @@
-"""The five files of a packed data set, written aside and shown together, or not at all.
+"""The files of a packed data set, written aside and shown together, or not at all.
 
 >>> with OutputSet("out.rec", overwrite=False) as output:
+...     output.start()
 ...     output.rejects.write('{"source": "cat.jpg"}\\n')
 ...     output.commit(manifest={"count": 1})
-
-No file system renames five files at once. So a commit moves the old files into a folder of their own, the .rec first,
-then the new ones to their places, the .rec last, and then removes that folder. A .rec thus never stands beside files of
-another pack. And while the folder exists, a missing .rec says that the switch is to be undone, a .rec in its place that
-it is done: to a commit that failed, and to the next pack where the process was killed.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, TextIO
+from typing import Any, BinaryIO, NoReturn, Self
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packing.journal import Journal, forget_journal, read_journal, write_journal
+from rwkvclip_cli.data.packing.reading import ANEW
+from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
 
 SUFFIXES = {
     "idx": ".idx",
@@ -29,120 +28,154 @@ SUFFIXES = {
     "sources": ".sources.tsv",
     "rec": ".rec",
 }
-# In the folder of replaced files, beside them: the names of all that there were.
-REPLACED_LIST = "replaced.json"
+TEXTS = ("rejects", "sources")
+# Numbered files: OUT-00000.rec and on, with more digits where there are more.
+SHARD_DIGITS = 5
+SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>[0-9]{{{SHARD_DIGITS},}})\.(rec|idx)")
 
 
 class OutputSet:
-    """The files of one pack in a hidden folder beside their targets. Leaving it without `commit` removes them.
+    """The files of one pack in a hidden folder beside their targets.
 
-    Holds a lock on the target; a second pack into it is refused. What a killed run left behind is undone and removed.
-    Raises UsageError for a target that cannot be, or that exists without `overwrite`, before anything is written.
+    Holds a lock on the target; a second pack into it is refused. A switch that a killed run left half done is brought
+    to its end. Leaving it without `commit` removes what was written, unless there is a `journal` to continue from.
+    `shard_size`: the records are in numbered files, not in one. Raises UsageError for a target that cannot be.
     """
 
-    def __init__(self, out: str, overwrite: bool) -> None:
+    def __init__(self, out: str, overwrite: bool, shard_size: int | None = None) -> None:
         self.final = final_paths(out)
+        self._out = out
+        self._overwrite = overwrite
+        self._is_sharded = shard_size is not None
         self._folder = self.final["rec"].parent
-        self._hidden = f".{self.final['rec'].name}"
-        self._lock = _Lock(self._folder / f"{self._hidden}.lock", out)
-        self._aside = self._folder / f"{self._hidden}.partial-{os.getpid()}"
-        self._replaced = self._folder / f"{self._hidden}.replaced"
+        hidden = f".{self.final['rec'].name}"
+        self._lock = _Lock(self._folder / f"{hidden}.lock", out)
+        self._aside = self._folder / f"{hidden}.partial"
+        self._switch = Switch(self._aside, self._folder, self._folder / f"{hidden}.replaced")
         self.partial = {part: self._aside / path.name for part, path in self.final.items()}
-        self._texts: dict[str, _Text] = {}
-        self._hash = FollowingHash(self.partial["rec"])
+        # Where records are before --shuffle copies them to their places.
+        self.scratch = self._aside / "unshuffled"
+        self._texts: dict[str, TextFile] = {}
+        self._is_started = False
         try:
-            self._clean_up()
-            _refuse_existing(self.final, overwrite)
+            self._switch.settle()
+            self.journal = read_journal(self._aside)
+        except OSError as error:
+            self._lock.release()
+            _refuse(self.final["rec"], error)
         except BaseException:
             self._lock.release()
             raise
 
+    def refuse_existing(self) -> None:
+        """Raise UsageError where files of a set are there and are not to be replaced, or cannot be."""
+        for path in self.final.values():
+            if path.is_dir():
+                raise UsageError(f"{path}: is a folder; a pack writes a file of that name")
+        _refuse_foreign(self.final["rec"], self._is_sharded)
+        for name in self.old_names():
+            if not self._overwrite:
+                raise UsageError(f"{self._folder / name} exists already", "--overwrite replaces it")
+
+    def old_names(self) -> list[str]:
+        """The names of the files of the set that is there: those of one file each, and the numbered ones."""
+        names = [path.name for path in self.final.values() if os.path.lexists(path)]
+        shards = _listed_shards(self.final["manifest"])
+        if self._is_sharded:
+            shards |= _numbered_files(self.final["rec"])
+        return names + sorted(name for name in shards if os.path.lexists(self._folder / name))
+
+    def is_whole(self, manifest: dict[str, Any]) -> bool:
+        """Whether all files of the set that this manifest is of are there, the records with all their bytes."""
+        recs = [(self._folder / shard["rec"], shard["size_bytes"]) for shard in manifest.get("shards", [])]
+        recs = recs or [(self.final["rec"], manifest["size_bytes"])]
+        others = [self.final[part] for part in TEXTS] + [rec.with_suffix(".idx") for rec, _ in recs]
+        return all(path.is_file() for path in others) and all(rec.stat().st_size == size for rec, size in recs)
+
+    def start(self, journal: Journal | None = None, *, in_scratch: bool = False) -> None:
+        """Make the partial files, or cut those that there are to what `journal` says. UsageError where OUT exists.
+
+        `in_scratch`: records and sources go to `scratch` first.
+        """
+        self.refuse_existing()
+        self._is_started = True
+        self.journal = journal
+        try:
+            if journal is None:
+                shutil.rmtree(self._aside, ignore_errors=True)
+                self._aside.mkdir()
+            if in_scratch:
+                self.scratch.mkdir(exist_ok=True)
+            for part in TEXTS:
+                folder = self.scratch if in_scratch and part == "sources" else self._aside
+                self._open_text(part, folder, journal.texts[part] if journal else 0)
+        except OSError as error:
+            _refuse(self.final["rec"], error)
+
+    def leave_scratch(self) -> Path:
+        """Write sources to their place from now on; where those are that were written in `scratch`."""
+        self.sources.close()
+        self._open_text("sources", self._aside, 0)
+        return self.scratch / self.final["sources"].name
+
+    def _open_text(self, part: str, folder: Path, size_bytes: int) -> None:
+        self._texts[part] = TextFile(folder / self.final[part].name, size_bytes)
+
     @property
-    def rejects(self) -> "_Text":
+    def rejects(self) -> "TextFile":
         """OUT.rejects.jsonl, to write lines to."""
         return self._texts["rejects"]
 
     @property
-    def sources(self) -> "_Text":
+    def sources(self) -> "TextFile":
         """OUT.sources.tsv, to write lines to."""
         return self._texts["sources"]
 
-    def hash_written(self) -> str:
-        """Take in what has been written to the .rec since the last call; the SHA-256 (hexadecimal) so far."""
-        return self._hash.update()
+    def record_paths(self, number: int) -> tuple[Path, Path]:
+        """The partial .rec and .idx of that number; without shards there is only 0."""
+        if not self._is_sharded:
+            return self.partial["rec"], self.partial["idx"]
+        rec, idx = shard_names(self.final["rec"], number)
+        return self._aside / rec, self._aside / idx
 
-    def hash_anew(self) -> None:
-        """Forget what has been hashed: another .rec lies in the partial one's place."""
-        self._hash.close()
-        self._hash = FollowingHash(self.partial["rec"])
+    def keep(self, journal: Journal) -> None:
+        """Have the partial files stay, up to what `journal` says, if this process ends without `commit`."""
+        try:
+            if self.scratch.is_dir():
+                sync_folder(self.scratch)
+            write_journal(self._aside, journal)
+        except OSError as error:
+            _refuse(self._aside, error)
+        self.journal = journal
 
-    def commit(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay."""
+    def forget(self) -> None:
+        """Have nothing stay."""
+        forget_journal(self._aside)
+        self.journal = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what this process has written can be continued by another."""
+        return self._is_started and self.journal is not None
+
+    def commit(self, manifest: dict[str, Any], shards: int = 1) -> None:
+        """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay.
+
+        `shards`: how many pairs of .rec and .idx there are.
+        """
+        new = [self.final[part].name for part in ("manifest", *TEXTS)]
+        new += [path.name for number in range(shards) for path in self.record_paths(number)]
         try:
             for text in self._texts.values():
                 text.close()
-            _write_synced(self.partial["manifest"], json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-            self._switch()
+            write_synced(self.partial["manifest"], json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+            self._switch.run(new, self.old_names())
         except OSError as error:
-            kept = f"; what it was to replace waits in {self._replaced} for the next pack, which puts it back"
-            _refuse(self.final["rec"], error, kept if self._replaced.is_dir() else "")
-
-    def _switch(self) -> None:
-        """Replace the old files by the new ones, in the order that the module's first lines explain."""
-        old = [part for part in reversed(SUFFIXES) if os.path.lexists(self.final[part])]
-        # The folder appears with its list in it, in one step.
-        listing = self._aside / "replaced"
-        listing.mkdir()
-        _write_synced(listing / REPLACED_LIST, json.dumps([self.final[part].name for part in old]))
-        _sync_folder(listing)
-        try:
-            os.rename(listing, self._replaced)
-            for part in old:
-                os.rename(self.final[part], self._replaced / self.final[part].name)
-            for part in SUFFIXES:
-                os.rename(self.partial[part], self.final[part])
-            _sync_folder(self._folder)
-        finally:
-            self._settle()
-
-    def _settle(self) -> None:
-        """End a switch: undo it where it has not come to its end, then remove the folder of replaced files.
-
-        Killed at any point, it does the rest when called again.
-        """
-        listing = self._replaced / REPLACED_LIST
-        if listing.exists() and not os.path.lexists(self.final["rec"]):
-            old = json.loads(listing.read_text("utf-8"))
-            for path in self.final.values():
-                replaced = self._replaced / path.name
-                if os.path.lexists(replaced):
-                    os.replace(replaced, path)
-                elif path.name not in old:
-                    path.unlink(missing_ok=True)
-            _sync_folder(self._folder)
-        shutil.rmtree(self._replaced, ignore_errors=True)
-
-    def _clean_up(self) -> None:
-        """Bring what killed runs left behind to a good end."""
-        try:
-            if self._replaced.is_dir():
-                self._settle()
-            for stale in self._folder.glob(f"{_glob_escape(self._hidden)}.partial-*"):
-                shutil.rmtree(stale)
-        except OSError as error:
-            _refuse(self.final["rec"], error)
+            kept = f"; what it was to replace waits in {self._switch.replaced} for the next pack, which puts it back"
+            _refuse(self.final["rec"], error, kept if self._switch.replaced.is_dir() else "")
+        self.journal = None
 
     def __enter__(self) -> Self:
-        try:
-            try:
-                self._aside.mkdir()
-            except OSError as error:
-                _refuse(self.final["rec"], error)
-            for part in ("rejects", "sources"):
-                self._texts[part] = _Text(self.partial[part])
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
         return self
 
     def __exit__(
@@ -150,8 +183,8 @@ class OutputSet:
     ) -> None:
         for text in self._texts.values():
             text.abandon()
-        self._hash.close()
-        shutil.rmtree(self._aside, ignore_errors=True)
+        if self.journal is None and not self._switch.replaced.is_dir():
+            shutil.rmtree(self._aside, ignore_errors=True)
         self._lock.release()
 
 
@@ -162,63 +195,89 @@ def final_paths(out: str) -> dict[str, Path]:
         raise UsageError(f"{out}: the output's name has to end in .rec", f"{out.rstrip('/')}.rec")
     if not rec.parent.is_dir():
         raise UsageError(f"{out}: no folder {rec.parent}", f"mkdir -p {rec.parent}")
-    return {part: rec.with_name(rec.name.removesuffix(".rec") + suffix) for part, suffix in SUFFIXES.items()}
+    return {part: beside(rec, suffix) for part, suffix in SUFFIXES.items()}
 
 
-def _refuse_existing(final: dict[str, Path], overwrite: bool) -> None:
-    for path in final.values():
-        if path.is_dir():
-            raise UsageError(f"{path}: is a folder; a pack writes a file of that name")
-        if os.path.lexists(path) and not overwrite:
-            raise UsageError(f"{path} exists already", "--overwrite replaces it")
+def beside(rec: Path, suffix: str) -> Path:
+    """The file of that suffix that belongs to OUT.rec."""
+    return rec.with_name(rec.name.removesuffix(".rec") + suffix)
 
 
-class FollowingHash:
-    """SHA-256 of a file that is still growing: each update reads what is new while it is in memory anyway."""
+def shard_names(rec: Path, number: int) -> tuple[str, str]:
+    """The names of the .rec and .idx of that number of the set OUT.rec.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._sha256 = hashlib.sha256()
-        self._descriptor = -1
-
-    def update(self) -> str:
-        """Read on to the present end; the hash (hexadecimal) up to there."""
-        if self._descriptor < 0:
-            self._descriptor = os.open(self._path, os.O_RDONLY)
-        while block := os.read(self._descriptor, 1 << 20):
-            self._sha256.update(block)
-        return self._sha256.hexdigest()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    >>> shard_names(Path("out.rec"), 7)
+    ('out-00007.rec', 'out-00007.idx')
+    """
+    stem = f"{rec.name.removesuffix('.rec')}-{number:0{SHARD_DIGITS}d}"
+    return f"{stem}.rec", f"{stem}.idx"
 
 
-class _Text:
-    """A text file whose faults name it."""
+def _listed_shards(manifest: Path) -> set[str]:
+    """The names of the numbered files that a manifest lists, if it lists any; no other names, whatever it holds."""
+    try:
+        names = {str(shard["rec"]) for shard in json.loads(manifest.read_text("utf-8"))["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+    stem = manifest.name.removesuffix(SUFFIXES["manifest"])
+    recs = {name for name in names if (match := SHARD.fullmatch(name)) and match["stem"] == stem and "/" not in name}
+    return recs | {f"{name.removesuffix('.rec')}.idx" for name in recs}
 
-    def __init__(self, path: Path) -> None:
+
+def _numbered_files(rec: Path) -> set[str]:
+    """The names of all files in the folder that are numbered as those of the set OUT.rec are."""
+    stem = rec.name.removesuffix(".rec")
+    return {name for name in os.listdir(rec.parent) if (match := SHARD.fullmatch(name)) and match["stem"] == stem}
+
+
+def _refuse_foreign(rec: Path, is_sharded: bool) -> None:
+    """Refuse to write files that belong to a set of another name, whose other files would stay."""
+    match = SHARD.fullmatch(rec.name)
+    if match and rec.name in _listed_shards(rec.with_name(f"{match['stem']}{SUFFIXES['manifest']}")):
+        raise UsageError(f"{rec} is a part of {match['stem']}.rec, which was packed with --shard-size", "another name")
+    for name in sorted(_numbered_files(rec)) if is_sharded else ():
+        if os.path.lexists(manifest := beside(rec.with_name(name).with_suffix(".rec"), SUFFIXES["manifest"])):
+            raise UsageError(f"{rec.with_name(name)} is a set of its own: there is a {manifest.name}", "another name")
+
+
+class TextFile:
+    """A UTF-8 file that grows behind its first `size_bytes` and whose faults name it; 0 makes it anew."""
+
+    def __init__(self, path: Path, size_bytes: int = 0) -> None:
         self._path = path
         try:
-            self._file: TextIO = open(path, "w", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by its owner
+            if size_bytes > (path.stat().st_size if size_bytes else 0):
+                raise UsageError(f"{path}: cannot be continued: it is shorter than the journal beside it says", ANEW)
+            self._file: BinaryIO = open(path, "r+b" if size_bytes else "wb")  # noqa: SIM115 - closed by its owner
+            self._file.truncate(size_bytes)
+            self._file.seek(size_bytes)
         except OSError as error:
             _refuse(path, error)
 
     def write(self, text: str) -> None:
+        """Append text."""
         try:
-            self._file.write(text)
+            self._file.write(text.encode())
+        except OSError as error:
+            _refuse(self._path, error)
+
+    def flush(self) -> int:
+        """Wait until all is on the disk; how many bytes that is."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return self._file.tell()
         except OSError as error:
             _refuse(self._path, error)
 
     def close(self) -> None:
+        """Wait until all is on the disk and close the file."""
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.flush()
             self._file.close()
 
     def abandon(self) -> None:
+        """Close the file whatever happens."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -250,26 +309,6 @@ class _Lock:
         with contextlib.suppress(OSError):
             self._path.unlink()
         os.close(self._descriptor)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _glob_escape(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def _refuse(path: Path, error: OSError, besides: str = "") -> NoReturn:

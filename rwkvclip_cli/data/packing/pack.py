@@ -9,31 +9,36 @@ import json
 import os
 import signal
 import threading
+import time
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.config import PackConfig
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress
+from rwkvclip_cli.config import PackConfig, retype
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress, say
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
-from rwkvclip_cli.data.packing.output import OutputSet
+from rwkvclip_cli.data.packing.journal import READING, SHUFFLING, WRITTEN, Journal
+from rwkvclip_cli.data.packing.output import OutputSet, shard_names
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
+from rwkvclip_cli.data.packing.reading import Reading, parts_of
+from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard
+from rwkvclip_cli.data.packing.resume import made_of, refuse_differences
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
-from rwkvclip_cli.data.packing.shuffle import shuffle
-from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources, read_sources
+from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle
+from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources
 from rwkvclip_cli.data.packing.tables import Columns
-from rwkvclip_cli.data.packing.tokens import TokenFile, check_rows, join_tokens, open_tokens
-from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
-from rwkvclip_cli.data.packing.writers import Writer, open_writer
+from rwkvclip_cli.data.packing.tally import Tally
+from rwkvclip_cli.data.packing.tokens import check_rows, join_tokens, open_tokens
+from rwkvclip_cli.data.packing.worker import WorkerOptions
 
 FORMAT_VERSION = 1
-HASH_EVERY_RECORDS = 256
-SHOWN_REJECTS = 3
+CHECKPOINT_EVERY_S = 5.0
+CHECKPOINT_SHARE = 20  # of the time at most a twentieth goes into checkpoints, whatever the disk takes for one
 
 # The options that decide the bytes of a data set; the manifest records them.
 BYTES_OPTIONS = ("format", "image_key", "caption_key", "tokens", "proof", "quality", "max_side", "max_pixels")
@@ -45,7 +50,8 @@ class PackSummary:
 
     count + rejects is the number of inputs. ignored: files that are no input. kept: how many records hold the original
     bytes, were resized or re-encoded, and why. reasons: how many rejects for each reason. size_bytes, content_hash: of
-    the .rec, the hash being SHA-256. columns: of each source that is a table, the columns that were read.
+    the .rec, the hash being SHA-256. columns: of each source that is a table, the columns that were read. shards: how
+    many numbered .rec files there are in place of one.
     """
 
     out: str
@@ -58,6 +64,7 @@ class PackSummary:
     content_hash: str
     statistics: dict[str, Any]
     columns: dict[str, Columns] = field(default_factory=dict)
+    shards: int = 0
 
     def document(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -68,6 +75,9 @@ class PackSummary:
         """All of it, for people."""
         out = printable(self.out)
         lines = [f"{out}: {self.count:,} records, {self.size_bytes:,} bytes"]
+        if self.shards:
+            first, last = (shard_names(Path(self.out), number)[0] for number in (0, self.shards - 1))
+            lines.append(f"  files: {self.shards:,}, {printable(first)} to {printable(last)}")
         lines += [f"  {how}: {count:,}" for how, count in self.kept.items()]
         lines += _columns_lines(self.columns)
         if self.rejects:
@@ -99,151 +109,236 @@ def _columns_lines(taken: dict[str, Columns]) -> list[str]:
     return [printable(line) for line in lines]
 
 
-@dataclass
-class _Spread:
-    """Least, mean and greatest of numbers seen one at a time."""
-
-    count: int = 0
-    total: int = 0
-    least: int = 0
-    greatest: int = 0
-
-    def add(self, value: int) -> None:
-        self.least = min(self.least, value) if self.count else value
-        self.greatest = max(self.greatest, value)
-        self.count += 1
-        self.total += value
-
-    def document(self) -> dict[str, float]:
-        mean = round(self.total / self.count, 3) if self.count else 0.0
-        return {"min": self.least, "mean": mean, "max": self.greatest}
-
-
-@dataclass
-class _Tally:
-    """What the records and rejects so far add up to."""
-
-    count: int = 0
-    ignored: int = 0
-    kept: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-    first_rejects: list[Reject] = field(default_factory=list)
-    tokens: _Spread = field(default_factory=_Spread)
-    captions: _Spread = field(default_factory=_Spread)
-    widths: _Spread = field(default_factory=_Spread)
-    heights: _Spread = field(default_factory=_Spread)
-    image_bytes: _Spread = field(default_factory=_Spread)
-    truncated: int = 0
-    dropped: int = 0
-    unmarked: int = 0
-
-    def add(self, record: Packed) -> None:
-        self.count += 1
-        self.kept[record.kept] += 1
-        for tokens in record.token_counts:
-            self.tokens.add(tokens)
-        self.captions.add(len(record.token_counts) + record.dropped)
-        self.widths.add(record.width)
-        self.heights.add(record.height)
-        self.image_bytes.add(len(record.jpeg))
-        self.truncated += record.truncated
-        self.dropped += record.dropped
-        self.unmarked += record.unmarked
-
-    def refuse(self, reject: Reject) -> None:
-        self.reasons[reject.reason] += 1
-        if len(self.first_rejects) < SHOWN_REJECTS:
-            self.first_rejects.append(reject)
-
-    @property
-    def rejects(self) -> int:
-        return self.reasons.total()
-
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "kept": dict(sorted(self.kept.items())),
-            "rejected": dict(sorted(self.reasons.items())),
-            "ignored_files": self.ignored,
-            "captions_a_record": self.captions.document(),
-            "caption_tokens": self.tokens.document(),
-            "captions_truncated": self.truncated,
-            "captions_dropped": self.dropped,
-            "token_slots_unmarked": self.unmarked,
-            "image_width": self.widths.document(),
-            "image_height": self.heights.document(),
-            "image_bytes": self.image_bytes.document(),
-        }
-
-
 def pack(config: PackConfig) -> PackSummary:
     """Pack the sources into `config.out` and the files beside it, atomically, and return what was written.
 
-    The same input and options give the same bytes for any number of workers. Raises UsageError for sources or targets
-    that cannot be, RwkvClipError where nothing could be packed or the disk refuses, UnableError without mxnet.
+    The same input and options give the same bytes for any number of workers, and for a pack that was interrupted and
+    continued with `resume`. Raises UsageError for sources or targets that cannot be, RwkvClipError where nothing could
+    be packed or the disk refuses, UnableError without mxnet.
     """
     if not config.sources:
         raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
-    tally = _Tally()
-    workers = Pool(config.workers or _cores(), _worker_options(config))
-    with _ends_on_sigterm(), OutputSet(config.out, config.overwrite) as output:
-        options = _source_options(config, output)
-        found = find_sources(config.sources, options)
-        columns = columns_taken(found, options)
-        tokens = open_tokens(config.tokens, config.context_length) if config.tokens else None
+    if config.resume and config.writer == "mxnet":
+        raise UsageError("--resume: mxnet cannot continue a file", "--writer native, which writes the same bytes")
+    with (
+        _ends_on_sigterm(),
+        OutputSet(config.out, config.overwrite, config.shard_size) as output,
+        _told_how_to_continue(config, output),
+    ):
+        if config.resume and output.journal is None and (done := _finished(config, output)):
+            say(f"{printable(config.out)} is complete already")
+            return done
+        output.refuse_existing()
+        return _Pack(config, output).run()
+
+
+class _Pack:
+    """One pack, from its first input or from its latest checkpoint to its files."""
+
+    def __init__(self, config: PackConfig, output: OutputSet) -> None:
+        """Find the sources and what there is to continue; nothing is written before all of it is known to fit."""
+        self._config = config
+        self._output = output
+        self._options = _source_options(config, output)
+        self._found = find_sources(config.sources, self._options)
+        self._columns = columns_taken(self._found, self._options)
+        self._tokens = open_tokens(config.tokens, config.context_length) if config.tokens else None
         if config.proof == "decode":
             _need_dali()
+        parts = parts_of(self._found)
+        self._made_of = made_of(config, parts)
+        journal = output.journal if config.resume else None
+        if journal:
+            refuse_differences(journal.made_of, self._made_of)
+        self._journal = journal
+        self._tally = Tally.restored(journal.tally) if journal else Tally()
+        self._reading = Reading(parts, self._options, journal.position if journal else None)
+        self._last_checkpoint_s = time.monotonic()
+        self._checkpoint_took_s = 0.0
+
+    def run(self) -> PackSummary:
+        """Do what is left to do."""
+        output, journal = self._output, self._journal
+        self._say_where_it_starts()
+        phase = journal.phase if journal else READING
+        output.start(journal, in_scratch=self._config.shuffle and phase == READING)
+        shards, content_hash = (journal.shards, journal.content_hash) if journal else ([], "")
+        if phase == READING:
+            shards, content_hash = self._read(shards)
+            if self._config.shuffle:
+                phase, shards = SHUFFLING, []
+        if phase == SHUFFLING:
+            shards, content_hash = self._shuffle(shards)
+        size_bytes = sum(shard.size_bytes for shard in shards)
+        manifest = _manifest(self._config, self._tally, content_hash, size_bytes)
+        if self._config.shard_size:
+            recs = [path.name for path, _ in map(output.record_paths, range(len(shards)))]
+            manifest["shards"] = [_shard(rec, shard) for rec, shard in zip(recs, shards, strict=True)]
+        output.commit(manifest, len(shards))
+        return self._summary(content_hash, size_bytes, len(shards) if self._config.shard_size else 0)
+
+    def _say_where_it_starts(self) -> None:
+        out, tally = printable(self._config.out), self._tally
+        if self._journal:
+            say(f"continuing {out} after {tally.count:,} records and {tally.rejects:,} rejects")
+        elif self._config.resume:
+            say(f"--resume: there is no unfinished pack of {out}; starting from the beginning")
+        elif self._output.journal:
+            count = self._output.journal.tally["count"]
+            say(f"an unfinished pack of {out} ({count:,} records) is thrown away; --resume would have continued it")
+
+    def _read(self, done: list[Shard]) -> tuple[list[Shard], str]:
+        """Pack the inputs that are left; what the .rec files hold, and the hash of all of them."""
+        config, tally = self._config, self._tally
+        folder = self._output.scratch if config.shuffle else None
+        workers = Pool(config.workers or _cores(), _worker_options(config))
+        estimate = estimate_inputs(self._found, self._options)
         with (
-            open_writer(config.writer, output.partial["rec"], output.partial["idx"]) as writer,
+            self._record_files(folder, done) as files,
             workers as pool,
-            progress(estimate_inputs(found, options), "packing", "images") as bar,
+            progress(estimate, "packing", "images", tally.count + tally.rejects) as bar,
         ):
-            for outcome in pool.run(_items(found, options, tokens)):
-                _take(outcome, tally, writer, output)
+            for outcome in pool.run(self._items()):
+                _take(outcome, tally, files, self._output)
+                self._reading.advance(outcome.source)
                 if not isinstance(outcome, Ignored):
                     bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
+                if _can_continue_behind(outcome):
+                    self._keep_now_and_then(READING, files)
+            shards, content_hash = files.close(), files.content_hash
         if tally.count == 0:
+            self._output.forget()
             raise _nothing_packed(config, tally)
-        if config.shuffle:
-            shuffle(output, config.writer, config.seed)
-        content_hash = output.hash_written()
-        size_bytes = output.partial["rec"].stat().st_size
-        output.commit(_manifest(config, tally, content_hash, size_bytes))
-    statistics = tally.statistics()
-    return PackSummary(
-        config.out,
-        tally.count,
-        tally.rejects,
-        tally.ignored,
-        statistics["kept"],
-        statistics["rejected"],
-        size_bytes,
-        content_hash,
-        statistics,
-        columns,
-    )
+        if not config.shuffle:
+            self._keep(WRITTEN, shards, content_hash)
+        return shards, content_hash
+
+    def _shuffle(self, done: list[Shard]) -> tuple[list[Shard], str]:
+        """Copy the records to their places; returns as `_read`."""
+        output = self._output
+        rec, idx = (output.scratch / output.final[part].name for part in ("rec", "idx"))
+        sources = output.scratch / output.final["sources"].name
+        if not done:
+            output.leave_scratch()
+            self._keep(SHUFFLING, [])
+        with self._record_files(None, done) as files:
+            shuffle(
+                Unshuffled(rec, idx, sources),
+                files,
+                output.sources,
+                self._config.seed,
+                lambda: self._keep_now_and_then(SHUFFLING, files),
+            )
+            shards, content_hash = files.close(), files.content_hash
+        self._keep(WRITTEN, shards, content_hash)
+        return shards, content_hash
+
+    def _record_files(self, folder: Path | None, done: list[Shard]) -> RecordFiles:
+        """The partial .rec and .idx, or one pair of them in `folder`."""
+        if folder is None:
+            return RecordFiles(self._config.writer, self._output.record_paths, self._config.shard_size, done)
+        rec, idx = (folder / self._output.final[part].name for part in ("rec", "idx"))
+        return RecordFiles(self._config.writer, lambda number: (rec, idx), None, done)
+
+    def _items(self) -> Iterator[Item]:
+        """The items that are left, each sample with its row of `--tokens`; UsageError for too few or too many rows."""
+        items = self._reading.items()
+        if self._tokens is None:
+            return items
+        count = count_samples(self._found, self._options)
+        if count is not None:
+            check_rows(self._tokens, count)
+        return join_tokens(items, self._tokens, self._tally.samples)
+
+    def _keep_now_and_then(self, phase: str, files: RecordFiles) -> None:
+        """Write a checkpoint, seldom enough to cost next to nothing."""
+        wait_s = max(CHECKPOINT_EVERY_S, CHECKPOINT_SHARE * self._checkpoint_took_s)
+        began_s = time.monotonic()
+        if began_s - self._last_checkpoint_s >= wait_s:
+            shards = files.flush()
+            if shards is not None:
+                self._keep(phase, shards)
+            self._last_checkpoint_s = time.monotonic()
+            self._checkpoint_took_s = self._last_checkpoint_s - began_s
+
+    def _keep(self, phase: str, shards: list[Shard], content_hash: str = "") -> None:
+        """Write a checkpoint: the .rec and .idx files are on the disk, up to what `shards` says."""
+        if self._config.writer == "mxnet":
+            return
+        texts = {"rejects": self._output.rejects.flush(), "sources": self._output.sources.flush()}
+        position = self._reading.position
+        tally = self._tally.document()
+        self._output.keep(Journal(self._made_of, phase, position, shards, texts, tally, content_hash))
+
+    def _summary(self, content_hash: str, size_bytes: int, shards: int) -> PackSummary:
+        tally, statistics = self._tally, self._tally.statistics()
+        return PackSummary(
+            self._config.out,
+            tally.count,
+            tally.rejects,
+            tally.ignored,
+            statistics["kept"],
+            statistics["rejected"],
+            size_bytes,
+            content_hash,
+            statistics,
+            self._columns,
+            shards,
+        )
+
+
+def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
+    """The summary of the set that is there, if it is what this pack would write."""
+    try:
+        manifest = json.loads(output.final["manifest"].read_text("utf-8"))
+        wanted = _settings(config)
+        if {name: manifest.get(name) for name in wanted} != wanted or not output.is_whole(manifest):
+            return None
+        statistics = manifest["statistics"]
+        return PackSummary(
+            config.out,
+            manifest["count"],
+            manifest["rejects"],
+            statistics["ignored_files"],
+            statistics["kept"],
+            statistics["rejected"],
+            manifest["size_bytes"],
+            manifest["content_hash"],
+            statistics,
+            shards=len(manifest.get("shards", [])),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextmanager
+def _told_how_to_continue(config: PackConfig, output: OutputSet) -> Iterator[None]:
+    """Add to whatever ends the pack early what is kept, and the command that continues it."""
+    try:
+        yield
+    except BaseException as error:
+        if output.is_kept and output.journal and not isinstance(error, UsageError):
+            kept = f"{output.journal.tally['count']:,} records are kept"
+            command = retype("pack", config, resume=True)
+            if isinstance(error, RwkvClipError):
+                error.message += f"; {kept}"
+                error.hint = f"{error.hint}; then {command}" if error.hint else command
+            else:
+                say(f"{kept}; to continue: {command}")
+        raise
 
 
 def _source_options(config: PackConfig, output: OutputSet) -> SourceOptions:
     """What the sources' readers need; neither the files being written nor the tokens are an input of a folder."""
-    paths = [str(path) for path in output.final.values()] + [config.tokens or ""]
+    old = [output.final["rec"].with_name(name) for name in output.old_names()]
+    paths = [str(path) for path in (*output.final.values(), *old)] + [config.tokens or ""]
     skip = frozenset(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in paths)
     return SourceOptions(
         config.format, config.image_key, config.caption_key, skip, config.context_length, bool(config.tokens)
     )
 
 
-def _items(found: list[tuple[str, str]], options: SourceOptions, tokens: TokenFile | None) -> Iterator[Item]:
-    """The items of all sources, each sample with its row of `--tokens`; UsageError where these are too few or many."""
-    items = read_sources(found, options)
-    if tokens is None:
-        return items
-    count = count_samples(found, options)
-    if count is not None:
-        check_rows(tokens, count)
-    return join_tokens(items, tokens)
-
-
-def _take(outcome: Outcome, tally: _Tally, writer: Writer, output: OutputSet) -> None:
+def _take(outcome: Outcome, tally: Tally, files: RecordFiles, output: OutputSet) -> None:
     """Write down what became of one item."""
     if isinstance(outcome, Ignored):
         tally.ignored += 1
@@ -251,12 +346,15 @@ def _take(outcome: Outcome, tally: _Tally, writer: Writer, output: OutputSet) ->
         tally.refuse(outcome)
         output.rejects.write(_reject_line(outcome))
     else:
-        writer.write(outcome.labels, outcome.jpeg)
+        files.write(outcome.labels, outcome.jpeg)
         checksum = zlib.crc32(outcome.jpeg, zlib.crc32(outcome.labels))
         output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{checksum:08x}\n")
         tally.add(outcome)
-        if tally.count % HASH_EVERY_RECORDS == 0:
-            output.hash_written()
+
+
+def _can_continue_behind(outcome: Outcome) -> bool:
+    """Whether a reader can start behind it: see `read_tar`, which ends where the damage is."""
+    return not isinstance(outcome, Ignored) and not (isinstance(outcome, Reject) and outcome.reason == "damaged-tar")
 
 
 def _need_dali() -> None:
@@ -278,22 +376,42 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _manifest(config: PackConfig, tally: _Tally, content_hash: str, size_bytes: int) -> dict[str, Any]:
+def _settings(config: PackConfig) -> dict[str, Any]:
+    """What the manifest says about the options that a set was packed with."""
     tokenizer = Tokenizer()
     return {
-        "format_version": FORMAT_VERSION,
-        "count": tally.count,
         "captions": config.captions,
         "context_length": config.context_length,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.hash},
         "sources": [printable(source) for source in config.sources],
-        "options": {name: getattr(config, name) for name in BYTES_OPTIONS},
+        "options": {
+            **{name: getattr(config, name) for name in BYTES_OPTIONS},
+            "caption_key": list(config.caption_key),
+            **({"shard_size": config.shard_size} if config.shard_size else {}),
+        },
         "shuffled": config.shuffle,
         **({"seed": config.seed} if config.shuffle else {}),
+    }
+
+
+def _manifest(config: PackConfig, tally: Tally, content_hash: str, size_bytes: int) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "count": tally.count,
+        **_settings(config),
         "rejects": tally.rejects,
         "statistics": tally.statistics(),
         "size_bytes": size_bytes,
         "content_hash": content_hash,
+    }
+
+
+def _shard(rec: str, shard: Shard) -> dict[str, Any]:
+    return {
+        "rec": rec,
+        "count": shard.count,
+        "size_bytes": shard.size_bytes,
+        "content_hash": shard.content_hash,
     }
 
 
@@ -313,12 +431,12 @@ def _tsv(source: str) -> str:
     return printable(source)
 
 
-def _nothing_packed(config: PackConfig, tally: _Tally) -> RwkvClipError:
+def _nothing_packed(config: PackConfig, tally: Tally) -> RwkvClipError:
     shown = ", ".join(printable(source) for source in config.sources)
     if not tally.rejects:
         return RwkvClipError(f"nothing to pack: no image in {shown}", "rwkvclip pack --help")
     counts = ", ".join(f"{reason} {count:,}" for reason, count in tally.reasons.most_common())
-    examples = "".join(f"\n  {printable(reject.message)}" for reject in tally.first_rejects)
+    examples = "".join(f"\n  {printable(message)}" for message in tally.messages)
     return RwkvClipError(
         f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):{examples}",
         "rwkvclip pack --help",

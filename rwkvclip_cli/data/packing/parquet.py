@@ -69,8 +69,9 @@ def count_rows(path: str) -> int:
         return int(file.metadata.num_rows)
 
 
-def read_parquet(path: str, options: SourceOptions) -> Iterator[Item]:
-    """Yield the rows in order; the first is row 1. Relative image paths start at the file's folder.
+def read_parquet(path: str, options: SourceOptions, behind: int = 0) -> Iterator[Item]:
+    """Yield the rows `behind` the first so many in order; the first is row 1. Relative image paths start at the
+    file's folder.
 
     The rows of a damaged row group are rejects, from the damage to the end of the group.
     """
@@ -79,6 +80,9 @@ def read_parquet(path: str, options: SourceOptions) -> Iterator[Item]:
         row = 0
         for group in range(file.num_row_groups):
             end = row + file.metadata.row_group(group).num_rows
+            if end <= behind:
+                row = end
+                continue
             batches = _batches(file, group, columns)
             fault = "the row group ends early"
             while row < end:
@@ -91,8 +95,9 @@ def read_parquet(path: str, options: SourceOptions) -> Iterator[Item]:
                     break
                 for cells in _rows(batch):
                     row += 1
-                    yield sample_of(path, f"{path}:{row}", cells, options.image_key, options.caption_keys)
-            for lost in range(row + 1, end + 1):
+                    if row > behind:
+                        yield sample_of(path, f"{path}:{row}", cells, options.image_key, options.caption_keys)
+            for lost in range(max(row, behind) + 1, end + 1):
                 yield Reject(f"{path}:{lost}", "bad-row", f"{path}:{lost}: damaged data: {fault}")
             row = end
 

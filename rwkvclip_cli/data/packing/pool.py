@@ -118,6 +118,9 @@ class Pool:
         """
         for worker in list(self._workers):
             if waiting and worker.is_ready and worker.task is None:
+                if worker.process.poll() is not None:  # killed while it had nothing to do: no sample's fault
+                    self._bury(worker, waiting)
+                    continue
                 worker.task = waiting.popleft()
                 try:
                     worker.channel.send(worker.task.samples)

@@ -31,12 +31,15 @@ class Kind:
 
     `columns` gives the columns that it reads, if it has any, and raises UsageError before any work where it cannot be
     packed. `count` gives the number of its samples, rejects included, without reading images; None where only reading
-    all of it would tell.
+    all of it would tell. `parts` gives the files that it consists of, each of them readable by itself. Where the items
+    hold images, `read_on` yields those of a file behind the first so many, without reading the images of these.
     """
 
     read: Callable[[str, SourceOptions], Iterator[Item]]
     columns: Callable[[str, SourceOptions], Columns | None]
     count: Callable[[str, SourceOptions], int | None]
+    parts: Callable[[str], list[str]] = lambda path: [path]
+    read_on: Callable[[str, SourceOptions, int], Iterator[Item]] | None = None
 
 
 def find_sources(paths: Iterable[str], options: SourceOptions) -> list[tuple[str, str]]:
@@ -125,10 +128,13 @@ def _count_parquets(path: str, options: SourceOptions) -> int:
 
 
 def _read_tars(path: str, options: SourceOptions) -> Iterator[Item]:
+    return (item for tar in tars_of(path) for item in _read_tar(tar, options))
+
+
+def _read_tar(path: str, options: SourceOptions, behind: int = 0) -> Iterator[Item]:
     from rwkvclip_cli.data.packing.tars import read_tar
 
-    for tar in tars_of(path):
-        yield from read_tar(tar, options.image_key, options.caption_keys, not options.has_tokens)
+    return read_tar(path, options.image_key, options.caption_keys, not options.has_tokens, behind)
 
 
 def _check_tars(path: str, options: SourceOptions) -> None:
@@ -160,8 +166,8 @@ KINDS = {
     "folder": Kind(read_folder, metadata_columns, _count_by(read_folder)),
     "imagefolder": Kind(read_folder, check_metadata, _count_by(read_folder)),
     "table": Kind(_read_table, _table_columns, _count_by(_read_table)),
-    "parquet": Kind(_read_parquets, _parquet_columns, _count_parquets),
-    "webdataset": Kind(_read_tars, _check_tars, lambda path, options: None),
+    "parquet": Kind(_read_parquets, _parquet_columns, _count_parquets, parquet_files, read_parquet),
+    "webdataset": Kind(_read_tars, _check_tars, lambda path, options: None, tars_of, _read_tar),
 }
 SUFFIXES = {".csv": "table", ".tsv": "table", ".jsonl": "table", PARQUET: "parquet"}
 SUFFIXES |= dict.fromkeys(TAR_SUFFIXES, "webdataset")

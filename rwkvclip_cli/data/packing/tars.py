@@ -73,14 +73,33 @@ class _Group:
 
 
 def read_tar(
-    path: str, image_key: str | None = None, caption_keys: Sequence[str] = (), needs_captions: bool = True
+    path: str,
+    image_key: str | None = None,
+    caption_keys: Sequence[str] = (),
+    needs_captions: bool = True,
+    behind: int = 0,
 ) -> Iterator[Item]:
-    """Yield the samples of a tar (plain, gzip, bzip2 or xz) in order.
+    """Yield the samples of a tar (plain, gzip, bzip2 or xz) in order, those `behind` the first so many items.
 
     The image is the first file of a sample with a picture's suffix, or of the suffix `image_key`. Other files
     alone are ignored. An image without a caption is a reject, unless `needs_captions` is off. Where the tar is
-    damaged, what precedes is kept and one reject names the byte.
+    damaged, what precedes is kept and one reject names the byte. The last of the items left out is not an Ignored one:
+    behind such a one the files of a sample may already have been passed, and they are passed unread.
     """
+    given = 0
+
+    def is_passed() -> bool:
+        return given < behind
+
+    for given, item in enumerate(_read_groups(path, image_key, caption_keys, needs_captions, is_passed), 1):
+        if given > behind:
+            yield item
+
+
+def _read_groups(
+    path: str, image_key: str | None, caption_keys: Sequence[str], needs_captions: bool, is_passed: Callable[[], bool]
+) -> Iterator[Item]:
+    """The items, without their images and captions while `is_passed()`."""
     group: _Group | None = None
     try:
         for name, tar, info in _members(path):
@@ -93,7 +112,7 @@ def read_tar(
                 group = None
             if group is None:
                 group = _Group(key, first=name)
-            _add(path, group, name, suffix, tar, info, image_key)
+            _add(path, group, name, suffix, tar, info, image_key, _pass if is_passed() else _read)
     except _Damaged as damage:
         message = f"{path}: {damage.what} at byte {damage.offset:,}; what precedes is kept"
         if group is not None:
@@ -148,6 +167,7 @@ def _add(
     tar: tarfile.TarFile,
     info: tarfile.TarInfo,
     image_key: str | None,
+    read: Callable[[tarfile.TarFile, tarfile.TarInfo], bytes],
 ) -> None:
     group.suffixes.add(suffix)
     last = suffix.rpartition(".")[2]
@@ -163,11 +183,11 @@ def _add(
         elif info.size > (most := MAX_SPARSE_BYTES if info.issparse() else MAX_IMAGE_BYTES):
             group.fault = Reject(source, "too-large", f"{source}: {info.size:,} bytes, at most {most:,}")
         else:
-            group.data = _read(tar, info)
+            group.data = read(tar, info)
     elif (
         kind and kind not in group.sidecars and info.isreg() and not info.issparse() and info.size <= MAX_SIDECAR_BYTES
     ):
-        group.sidecars[kind] = Sidecar(kind, _read(tar, info))
+        group.sidecars[kind] = Sidecar(kind, read(tar, info))
 
 
 def _finish(path: str, group: _Group, caption_keys: Sequence[str], needs_captions: bool) -> Item:
@@ -196,6 +216,10 @@ def _read(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
     if len(data) != info.size:
         raise _Damaged(info.offset, f"{info.name} is cut off")
     return data
+
+
+def _pass(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
+    return b""
 
 
 def _members(path: str) -> Iterator[tuple[str, tarfile.TarFile, tarfile.TarInfo]]:

@@ -104,18 +104,21 @@ def open_tokens(path: str, context_length: int) -> TokenFile:
     return TokenFile(path, shape[0], width, dtype.str, array.offset)
 
 
-def read_tokens(tokens: TokenFile) -> Iterator[TokenIds]:
-    """Yield the rows in order, in constant memory; RwkvClipError where the file has become shorter or unreadable."""
+def read_tokens(tokens: TokenFile, behind: int = 0) -> Iterator[TokenIds]:
+    """Yield the rows `behind` the first so many, in constant memory.
+
+    RwkvClipError where the file has become shorter or unreadable.
+    """
     import numpy as np
 
     dtype = np.dtype(tokens.dtype)
     row_bytes = tokens.width * dtype.itemsize
     at_once = max(1, BLOCK_BYTES // row_bytes)
-    done = 0
+    done = behind
     # Not mapped: a file cut while it is mapped kills the process that reads on.
     try:
         with open(tokens.path, "rb") as file:
-            file.seek(tokens.offset)
+            file.seek(tokens.offset + behind * row_bytes)
             while done < tokens.rows:
                 count = min(at_once, tokens.rows - done)
                 data = file.read(count * row_bytes)
@@ -134,13 +137,15 @@ def check_rows(tokens: TokenFile, samples: int) -> None:
         raise UsageError(_unequal(tokens, f"{samples:,}"))
 
 
-def join_tokens(items: Iterable[Item], tokens: TokenFile) -> Iterator[Item]:
+def join_tokens(items: Iterable[Item], tokens: TokenFile, behind: int = 0) -> Iterator[Item]:
     """Put the row of each sample before its other captions; rejected samples use up their rows.
+
+    The items are those `behind` the first so many samples.
 
     Raises RwkvClipError where rows and samples turn out unequal in number, or a damaged source has lost some.
     """
-    rows = read_tokens(tokens)
-    samples = 0
+    rows = read_tokens(tokens, behind)
+    samples = behind
     for item in items:
         if isinstance(item, Reject) and item.reason in LOST_SAMPLES:
             raise RwkvClipError(

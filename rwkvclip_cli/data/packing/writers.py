@@ -1,7 +1,7 @@
 """The writers of `pack --writer`: our own RecordIO writer, and the real mxnet where it is installed. Same bytes.
 
 >>> with open_writer("native", Path("out.rec"), Path("out.idx")) as writer:
-...     writer.write(array("f", [49406, 49407]), jpeg)
+...     writer.write(array("f", [49406, 49407]), jpeg, id=0)
 """
 
 import importlib
@@ -12,14 +12,17 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rwkvclip_cli.console import RwkvClipError, UnableError
-from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record
+from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, Written, pack_record
 
 
 class Writer(Protocol):
-    """What `open_writer` gives: a context manager that appends records numbered from 0."""
+    """What `open_writer` gives: a context manager that appends records, which the index numbers from 0."""
 
-    def write(self, labels: "array[float]", image: bytes) -> None:
-        """Append a record: float32 token ids of all slots, then the JPEG."""
+    def write(self, labels: "array[float]", image: bytes, id: int) -> None:
+        """Append a record: float32 token ids of all slots, then the JPEG. `id` goes into its header."""
+
+    def flush(self) -> Written | None:
+        """Wait until what there is is on the disk; how far that is, or None for a writer that cannot continue files."""
 
     def __enter__(self) -> Self:
         """Return the writer."""
@@ -30,20 +33,27 @@ class Writer(Protocol):
         """Close the files; RwkvClipError where the disk has not taken every byte."""
 
 
-def open_writer(kind: str, rec: Path, idx: Path) -> Writer:
-    """Open the writer of that name on two files. UnableError where mxnet cannot be imported."""
-    return WRITERS[kind](rec, idx)
+def open_writer(kind: str, rec: Path, idx: Path, after: Written | None = None) -> Writer:
+    """Open the writer of that name on two files, to continue them `after` what its `flush` said.
+
+    UnableError where mxnet cannot be imported.
+    """
+    return NativeWriter(rec, idx, after) if after else WRITERS[kind](rec, idx)
 
 
 class NativeWriter:
     """Writes through `recordio.RecordWriter`."""
 
-    def __init__(self, rec: Path, idx: Path) -> None:
-        self._writer = RecordWriter(rec, idx)
+    def __init__(self, rec: Path, idx: Path, after: Written | None = None) -> None:
+        self._writer = RecordWriter(rec, idx, after=after)
 
-    def write(self, labels: "array[float]", image: bytes) -> None:
+    def write(self, labels: "array[float]", image: bytes, id: int) -> None:
         """Append a record."""
-        self._writer.write(pack_record(Record(labels, image, id=self._writer.count)))
+        self._writer.write(pack_record(Record(labels, image, id=id)))
+
+    def flush(self) -> Written:
+        """Wait until all of it is on the disk."""
+        return self._writer.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -63,13 +73,16 @@ class MxnetWriter:
         self._rec, self._idx = rec, idx
         self._count = 0
 
-    def write(self, labels: "array[float]", image: bytes) -> None:
+    def write(self, labels: "array[float]", image: bytes, id: int) -> None:
         """Append a record."""
         import numpy as np
 
-        header = self._recordio.IRHeader(0, np.frombuffer(labels, np.float32), self._count, 0)
+        header = self._recordio.IRHeader(0, np.frombuffer(labels, np.float32), id, 0)
         self._writer.write_idx(self._count, self._recordio.pack(header, image))
         self._count += 1
+
+    def flush(self) -> None:
+        """Nothing: mxnet writes its buffer out at the end alone, and only to files that it has made."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,13 +1,14 @@
 """All files of a pack or none: signals, kills at every point, a second pack, a disk that refuses."""
 
 import contextlib
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pack_files import files_of, folder_of
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet, shard_names
 from rwkvclip_cli.data.packing.pack import pack
 
 # Packs as the command does, but stops to read on after 20 inputs until the test has done what it wants.
@@ -23,14 +24,14 @@ SLOW = """
 import sys, time
 import rwkvclip_cli.data.packing.pack as packing, rwkvclip_cli.data.packing.pool as pool
 from rwkvclip_cli.cli import main
-read = packing.read_sources
-def slowly(*arguments):
-    for number, item in enumerate(read(*arguments)):
+read = packing.Reading.items
+def slowly(reading):
+    for number, item in enumerate(read(reading)):
         if number == 20:
             print("half", flush=True)
             time.sleep(60)
         yield item
-packing.read_sources, pool.BATCH_SAMPLES = slowly, 1
+packing.Reading.items, pool.BATCH_SAMPLES = slowly, 1
 sys.argv[0] = "rwkvclip"
 main()
 """
@@ -103,15 +104,24 @@ def test_an_old_output_stays_whole_until_the_new_one_is(tmp_path):
     assert files_of(out) == first
 
 
+PLAIN = tuple(f"o{suffix}" for suffix in SUFFIXES.values())
+BESIDE = ("o.manifest.json", "o.rejects.jsonl", "o.sources.tsv")
+
+
+def sharded(count: int) -> tuple[str, ...]:
+    """The names of a set of that many shards."""
+    return (*BESIDE, *(name for number in range(count) for name in shard_names(Path("o.rec"), number)))
+
+
 # Commits new files over old ones again and again, in folders 0, 1, ...: killed before the first operation on the file
 # system, before the second, and so on until one comes to its end. With `again`, all are killed at the same point, and
 # it is the clean-up after it that is killed at every one.
 KILLED = """
-import os, sys
+import json, os, sys
 from pathlib import Path
-from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
+from rwkvclip_cli.data.packing.output import OutputSet
 
-root, old_parts, first_kill, again = Path(sys.argv[1]), sys.argv[2].split(), int(sys.argv[3]), sys.argv[4] == "again"
+root, old, shards, first_kill, again = Path(sys.argv[1]), json.loads(sys.argv[2]), *map(int, sys.argv[3:])
 
 def killed_before(count, act):
     child = os.fork()
@@ -130,23 +140,25 @@ def killed_before(count, act):
 
 def commit(out):
     def prepare():
-        output = OutputSet(str(out), overwrite=True).__enter__()
-        for part in ("rec", "idx"):
-            output.partial[part].write_text("new")
+        output = OutputSet(str(out), overwrite=True, shard_size=7 if shards else None).__enter__()
+        output.start()
+        for number in range(shards or 1):
+            for path in output.record_paths(number):
+                path.write_text("new")
         output.rejects.write("new")
         output.sources.write("new")
-        return lambda: output.commit({"count": "new"})
+        return lambda: output.commit({"count": "new"}, shards or 1)
     return prepare
 
 number = 0
 while True:
     out = root / str(number) / "o.rec"
     out.parent.mkdir()
-    for part in old_parts:
-        out.with_name("o" + SUFFIXES[part]).write_text("old")
+    for name, content in old.items():
+        (out.parent / name).write_text(content)
     if again:
         killed_before(first_kill, commit(out))
-        if not killed_before(number, lambda: lambda: OutputSet(str(out), overwrite=True)):
+        if not killed_before(number, lambda: lambda: OutputSet(str(out), overwrite=True).__enter__()):
             break
     elif not killed_before(number, commit(out)):
         break
@@ -154,52 +166,73 @@ while True:
 """
 
 
-def killed_at_every_point(root: Path, old_parts: list[str], first_kill: int = 0, again: bool = False) -> list[Path]:
+def killed_at_every_point(
+    root: Path, old: Sequence[str], shards: int = 0, first_kill: int = 0, again: bool = False
+) -> list[Path]:
     """The outputs that are left, one for each point."""
-    arguments = [str(root), " ".join(old_parts), str(first_kill), "again" if again else "once"]
+    listed = [{"rec": name} for name in old if name.startswith("o-") and name.endswith(".rec")]
+    contents = dict.fromkeys(old, "old") | {"o.manifest.json": json.dumps({"age": "old", "shards": listed})}
+    contents = {name: contents[name] for name in old}
+    arguments = [str(root), json.dumps(contents), str(shards), str(first_kill), str(int(again))]
     subprocess.run([sys.executable, "-c", KILLED, *arguments], check=True, timeout=120)
     return [root / str(number) / "o.rec" for number in range(len(list(root.iterdir())))]
 
 
 def age(out: Path) -> set[str]:
     """Which packs the files under the final names are of."""
-    return {"new" if "new" in path.read_text() else "old" for path in finals(out) if path.exists()}
+    shown = [path for path in out.parent.iterdir() if not path.name.startswith(".")]
+    return {"new" if "new" in path.read_text() else "old" for path in shown}
 
 
-@pytest.mark.parametrize("old_parts", [list(SUFFIXES), ["idx", "rec"], ["idx", "sources"], []], ids=" ".join)
-def test_a_commit_killed_at_any_point_leaves_the_old_files_or_the_new_to_the_next_pack(tmp_path, old_parts):
-    outs = killed_at_every_point(tmp_path, old_parts)
-    assert len(outs) > 10 + len(old_parts)
+CHANGES = {
+    "whole": (PLAIN, 0),
+    "without texts": (("o.idx", "o.rec"), 0),
+    "without .rec": (("o.idx", "o.sources.tsv"), 0),
+    "nothing": ((), 0),
+    "shards to one file": (sharded(3), 0),
+    "one file to shards": (PLAIN, 2),
+    "to fewer shards": (sharded(3), 2),
+    "to more shards": (sharded(1), 2),
+    "nothing to shards": ((), 2),
+}
+
+
+@pytest.mark.parametrize(("old", "shards"), CHANGES.values(), ids=CHANGES)
+def test_a_commit_killed_at_any_point_leaves_the_old_files_or_the_new_to_the_next_pack(tmp_path, old, shards):
+    outs = killed_at_every_point(tmp_path, old, shards)
+    assert len(outs) > 10 + len(old)
     found = []
     for out in outs:
-        if out.exists():
+        if any(name.endswith(".rec") and not name.startswith(".") for name in os.listdir(out.parent)):
             assert len(age(out)) == 1, "a .rec beside files of another pack"
         with OutputSet(str(out), overwrite=True):
             found.append(age(out))
-            there = {path.name for path in finals(out) if path.exists()}
-            whole = SUFFIXES if found[-1] == {"new"} else old_parts
-            assert there == {"o" + SUFFIXES[part] for part in whole}
+            there = {path.name for path in out.parent.iterdir() if not path.name.startswith(".")}
+            assert there == set((sharded(shards) if shards else PLAIN) if found[-1] == {"new"} else old)
         assert {path.name for path in out.parent.iterdir()} == there
-    old = {"old"} if old_parts else set()
+    before = {"old"} if old else set()
     done = found.index({"new"})
-    assert found == [old] * done + [{"new"}] * (len(outs) - done)
+    assert found == [before] * done + [{"new"}] * (len(outs) - done)
     assert 0 < done < len(outs)
 
 
-@pytest.mark.parametrize("old_parts", [list(SUFFIXES), ["idx", "sources"]], ids=" ".join)
-def test_a_clean_up_killed_at_any_point_is_finished_by_the_next(tmp_path, old_parts):
+@pytest.mark.parametrize(
+    ("old", "shards"), [CHANGES[name] for name in ("whole", "without .rec", "to fewer shards", "one file to shards")]
+)
+def test_a_clean_up_killed_at_any_point_is_finished_by_the_next(tmp_path, old, shards):
     (tmp_path / "once").mkdir()
-    commits = killed_at_every_point(tmp_path / "once", old_parts)
-    # The latest kill that still has to be undone: all files but the .rec are in place.
-    last = max(number for number, out in enumerate(commits) if not out.exists())
+    commits = killed_at_every_point(tmp_path / "once", old, shards)
+    # The latest kill that still has to be undone: all files but the last .rec are in place.
+    last_rec = sharded(shards)[-2] if shards else "o.rec"
+    last = max(number for number, out in enumerate(commits) if not out.with_name(last_rec).exists())
     (tmp_path / "again").mkdir()
-    outs = killed_at_every_point(tmp_path / "again", old_parts, last, again=True)
+    outs = killed_at_every_point(tmp_path / "again", old, shards, last, again=True)
     assert len(outs) > 5
     for out in outs:
         with OutputSet(str(out), overwrite=True):
-            assert {path.name for path in finals(out) if path.exists()} == {"o" + SUFFIXES[part] for part in old_parts}
+            assert {path.name for path in out.parent.iterdir() if not path.name.startswith(".")} == set(old)
             assert age(out) == {"old"}
-        assert len(list(out.parent.iterdir())) == len(old_parts)
+        assert len(list(out.parent.iterdir())) == len(old)
 
 
 def test_without_overwrite_what_a_killed_commit_left_is_cleaned_up_all_the_same(tmp_path):
@@ -210,9 +243,9 @@ def test_without_overwrite_what_a_killed_commit_left_is_cleaned_up_all_the_same(
         with OutputSet(str(out), overwrite=False):
             assert not any(path.exists() for path in finals(out))
     (tmp_path / "old").mkdir()
-    for out in killed_at_every_point(tmp_path / "old", list(SUFFIXES)):
-        with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
-            OutputSet(str(out), overwrite=False)
+    for out in killed_at_every_point(tmp_path / "old", PLAIN):
+        with OutputSet(str(out), overwrite=False) as output, pytest.raises(UsageError, match=r"o\.\S+ exists already"):
+            output.start()
         assert {path.name for path in out.parent.iterdir()} == {path.name for path in finals(out)}
         assert len(age(out)) == 1
 
@@ -236,6 +269,7 @@ def test_a_commit_that_fails_at_any_rename_leaves_the_old_files(tmp_path, monkey
             rename(source, target)
 
         with OutputSet(str(out), overwrite=True) as output, monkeypatch.context() as patched:
+            output.start()
             for part in ("rec", "idx"):
                 output.partial[part].write_text("new")
             output.rejects.write("new")
@@ -256,6 +290,7 @@ def test_where_even_undoing_fails_the_error_says_where_the_old_files_are(tmp_pat
     for path in finals(out):
         path.write_text("old")
     with OutputSet(str(out), overwrite=True) as output, monkeypatch.context() as patched:
+        output.start()
         for part in ("rec", "idx"):
             output.partial[part].write_text("new")
         rename = os.rename

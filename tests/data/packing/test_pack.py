@@ -356,9 +356,9 @@ root, kind, records, rec, idx = sys.argv[1:]
 sys.path.insert(0, root)
 from rwkvclip_cli.data.packing.writers import open_writer
 with open_writer(kind, Path(rec), Path(idx)) as writer:
-    for line in Path(records).read_text().splitlines():
+    for number, line in enumerate(Path(records).read_text().splitlines()):
         labels, image = line.split("\\t")
-        writer.write(array("f", map(float, labels.split())), bytes.fromhex(image))
+        writer.write(array("f", map(float, labels.split())), bytes.fromhex(image), number)
 """
 
 

@@ -1,0 +1,421 @@
+"""What can happen to a running pack: signals, a disk that refuses, sources that change, vanish or cannot be read."""
+
+import dataclasses
+import functools
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import run_cli
+from pack_files import HALTING, SUFFIXES, files_of, folder_of, halted, photo, write_tar
+
+from rwkvclip_cli.config import PackConfig
+from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packing.pack import pack
+
+COUNT = 30
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+EIO = Path("/proc/self/mem")  # opens, and gives an input/output error to whoever reads
+
+
+def undisturbed(source: Path, **options: object) -> dict[str, bytes]:
+    """The files of the same pack in one go."""
+    out = source.with_name("whole.rec")
+    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")
+    pack(dataclasses.replace(config, **options))  # type: ignore[arg-type]
+    return files_of(out)
+
+
+def resumed(source: Path, out: Path, **options: object) -> dict[str, bytes]:
+    """The files of the pack that --resume brings to its end."""
+    config = PackConfig(sources=(str(source),), out=str(out), workers=2, proof="none", resume=True)
+    pack(dataclasses.replace(config, **options))  # type: ignore[arg-type]
+    left = sorted(path.name for path in out.parent.iterdir() if path.name.startswith((".", "o.")))
+    assert left == sorted(out.stem + suffix for suffix in SUFFIXES.values())
+    return files_of(out)
+
+
+def rejects(out: Path) -> dict[str, str]:
+    """Reason by file name."""
+    lines = map(json.loads, out.with_suffix(".rejects.jsonl").read_text().splitlines())
+    return {Path(line["source"]).name: line["reason"] for line in lines}
+
+
+def shown(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_pack_that_is_told_to_end_says_how_to_go_on(tmp_path, number, code):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(20, source, out) as pack_:
+        exit_code, result, log = pack_.end(number)
+    assert (exit_code, result) == (code, "")
+    kept, command = log.splitlines()[0].split("; to continue: ")
+    count = int(kept.removesuffix(" records are kept"))
+    assert 10 <= count <= 20
+    assert shlex.split(command) == shlex.split(f"rwkvclip pack {source} {out} --proof none --workers 1 --resume")
+    assert "Traceback" not in log
+    assert shown(tmp_path) == ["imgs"]
+    done = run_cli(*shlex.split(command)[1:])
+    assert done.returncode == 0, done.stderr
+    assert f"continuing {out} after {count} records and 0 rejects" in done.stderr
+    assert files_of(out) == undisturbed(source)
+
+
+def test_without_resume_an_unfinished_pack_is_thrown_away_in_so_many_words(tmp_path, capsys):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(20, source, out) as pack_:
+        pack_.end(signal.SIGKILL)
+    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")
+    with pytest.raises(UsageError):
+        pack(dataclasses.replace(config, sources=(f"{source}x",)))
+    partial = tmp_path / ".o.rec.partial"
+    assert partial.is_dir(), "a mistyped command threw the work away"
+    pack(config)
+    assert "records) is thrown away; --resume would have continued it" in capsys.readouterr().err
+    assert files_of(out) == undisturbed(source)
+    assert not partial.exists()
+
+
+def test_resume_without_anything_to_resume_says_so_and_packs(tmp_path, capsys):
+    source, out = folder_of(tmp_path / "imgs", 3), tmp_path / "o.rec"
+    assert resumed(source, out) == undisturbed(source)
+    said = capsys.readouterr().err
+    assert f"--resume: there is no unfinished pack of {out}; starting from the beginning" in said
+
+
+def test_resume_of_a_finished_pack_says_so_and_changes_nothing(tmp_path, capsys):
+    source, out = folder_of(tmp_path / "imgs", 3), tmp_path / "o.rec"
+    (source / "alone.jpg").write_bytes(b"no caption")
+    first = pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none"))
+    shutil.rmtree(source)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again = PackConfig(sources=(str(source),), out=str(out), proof="none", resume=True)
+    assert pack(again) == first
+    assert f"{out} is complete already" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    folder_of(source, 3)
+    for other in ({"quality": 90}, {"shuffle": True}, {"shard_size": 2}, {"captions": 2}):
+        with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
+            pack(dataclasses.replace(again, **other))
+    out.write_bytes(out.read_bytes()[:-4])
+    with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
+        pack(again)
+
+
+def test_an_overwriting_pack_goes_on_as_well(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    out.write_text("old")
+    with halted(20, source, out, "--overwrite") as pack_:
+        pack_.end(signal.SIGKILL)
+    assert out.read_text() == "old"
+    with pytest.raises(UsageError, match="exists already"):
+        resumed(source, out)
+    assert resumed(source, out, overwrite=True) == undisturbed(source)
+
+
+def grow(source: Path) -> None:
+    (source / "000a.jpg").write_bytes(photo())
+
+
+def shrink(source: Path) -> None:
+    (source / "003.jpg").unlink()
+
+
+OTHER_OPTIONS = [
+    ({"quality": 90}, "was begun with --quality 95, this command has 90"),
+    ({"caption_key": ("a", "b")}, "was begun with --caption-key none, this command has a b"),
+    ({"shard_size": 8}, "was begun with --shard-size none, this command has 8"),
+    ({"shuffle": True}, "was begun with --shuffle False, this command has True"),
+    ({"sources": ("elsewhere",)}, "elsewhere: no such folder or file"),
+]
+
+
+def test_other_options_or_sources_are_named_and_nothing_is_lost(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(20, source, out) as pack_:
+        pack_.end(signal.SIGKILL)
+    whole = undisturbed(source)
+
+    def check_refused(message: str, **options: object) -> None:
+        kept = {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()}
+        with pytest.raises(UsageError, match=message) as fault:
+            resumed(source, out, **options)
+        assert "are kept" not in fault.value.message
+        assert fault.value.hint == "the same command without --resume starts anew" or "sources" in options
+        assert {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()} == kept
+
+    for options, message in OTHER_OPTIONS:
+        check_refused(message, **options)
+    (source / "000a.jpg").write_bytes(photo())
+    check_refused(r"imgs: its first \d+ inputs are not those that were packed")
+    (source / "000a.jpg").unlink()
+    (source / "003.jpg").rename(tmp_path / "003.jpg")
+    check_refused(r"imgs: its first \d+ inputs are not those that were packed")
+    (tmp_path / "003.jpg").rename(source / "003.jpg")
+    assert resumed(source, out) == whole
+
+
+@pytest.mark.parametrize("spoil", ["o.rec", SLOW("o.idx"), SLOW("o.sources.tsv")])
+def test_partial_files_that_are_not_what_the_journal_says_are_not_continued(tmp_path, spoil):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(20, source, out) as pack_:
+        pack_.end(signal.SIGKILL)
+    path = tmp_path / ".o.rec.partial" / spoil
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UsageError, match="cannot be continued: it is"):
+        resumed(source, out)
+    assert shown(tmp_path) == ["imgs"]
+    assert resumed(source, out, resume=False) == undisturbed(source)
+
+
+@pytest.mark.parametrize("journal", ["", "{", "[]", '{"phase": "reading"}'])
+def test_a_damaged_journal_is_no_journal(tmp_path, journal):
+    source, out = folder_of(tmp_path / "imgs", 3), tmp_path / "o.rec"
+    (tmp_path / ".o.rec.partial").mkdir()
+    (tmp_path / ".o.rec.partial" / "journal.json").write_text(journal)
+    assert resumed(source, out) == undisturbed(source)
+
+
+def test_a_second_pack_is_refused_whatever_its_options(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(10, source, out) as first:
+        first.end(signal.SIGKILL)
+    with halted(10, source, out, "--resume") as first:
+        config = PackConfig(sources=(str(source),), out=str(out), proof="none")
+        for options in ({}, {"resume": True}, {"shard_size": 5}, {"overwrite": True}):
+            with pytest.raises(RwkvClipError, match=r"o\.rec: another pack is writing it"):
+                pack(dataclasses.replace(config, **options))  # type: ignore[arg-type]
+        assert first.go_on()[0] == 0
+    assert files_of(out) == undisturbed(source)
+
+
+@pytest.mark.parametrize("workers", [SLOW(1), 2])
+def test_workers_that_are_killed_are_replaced(tmp_path, workers):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(12, source, out, workers=workers) as pack_:
+        pid = pack_.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert len(children) == workers
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        code, _, log = pack_.go_on()
+    assert (code, "Traceback" in log) == (0, False)
+    assert files_of(out) == undisturbed(source)
+
+
+def full_disk_run(arguments: list[str | Path], limit: int | None) -> "subprocess.CompletedProcess[str]":
+    """A pack with a checkpoint behind every input, whose writes beyond so many bytes a file fail."""
+
+    def bound_files() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        [sys.executable, "-c", HALTING, "-1", "pack", *map(str, arguments), "--proof", "none", "--workers", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=bound_files,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], SLOW(["--shuffle"]), SLOW(["--shard-size", "20"])],
+    ids=" ".join,
+)
+def test_a_pack_that_fills_the_disk_goes_on_when_there_is_room(tmp_path, options):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    done = full_disk_run([source, out, *options], 25_000)
+    assert done.returncode == 1
+    message, hint = done.stderr.splitlines()[-2:]
+    assert "cannot write" in message
+    assert "File too large; " in message
+    assert message.endswith(" records are kept")
+    assert f"df -h {tmp_path}" in hint
+    assert hint.endswith("--resume")
+    assert "Traceback" not in done.stderr
+    assert shown(tmp_path) == ["imgs"]
+    again = full_disk_run([source, out, *options, "--resume"], 25_000)
+    assert (again.returncode, "are kept" in again.stderr) == (1, True)
+    freed = full_disk_run([source, out, *options, "--resume"], None)
+    assert freed.returncode == 0, freed.stderr
+    words = ["pack", source, tmp_path / "whole.rec", "--proof", "none", *options]
+    assert run_cli(*words).returncode == 0
+    for path in tmp_path.glob("whole*"):
+        assert path.read_bytes().replace(b"whole-", b"o-") == (tmp_path / f"o{path.name[5:]}").read_bytes()
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@pytest.mark.parametrize(("options", "size"), [([], "56k"), (["--shuffle"], "100k")], ids=["plain", "shuffle"])
+def test_a_full_disk_is_one_clear_error_and_goes_on_once_it_is_larger(tmp_path, options, size):
+    source, disk = folder_of(tmp_path / "imgs", COUNT), tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=True)
+    try:
+        done = full_disk_run([source, disk / "o.rec", *options], None)
+        assert done.returncode == 1, done.stderr
+        assert "No space left on device; " in done.stderr
+        assert "Traceback" not in done.stderr
+        assert shown(disk) == []
+        subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
+        freed = full_disk_run([source, disk / "o.rec", *options, "--resume"], None)
+        assert freed.returncode == 0, freed.stderr
+        assert "continuing" in freed.stderr
+        assert files_of(disk / "o.rec") == undisturbed(source, shuffle=bool(options))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_files_that_change_or_vanish_behind_the_listing_are_rejects(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(12, source, out) as pack_:
+        (source / "020.jpg").unlink()
+        (source / "021.jpg").unlink()
+        (source / "021.jpg").mkdir()
+        (source / "022.jpg").write_bytes(b"")
+        (source / "023.jpg").write_bytes(b"no longer a picture")
+        (source / "024.txt").unlink()
+        (source / "025.txt").write_text(" ")
+        (source / "026.jpg").unlink()
+        (source / "026.jpg").symlink_to(EIO)
+        code, _, log = pack_.go_on()
+    assert (code, "Traceback" in log) == (0, False)
+    reasons = rejects(out)
+    assert reasons.keys() == {"020.jpg", "021.jpg", "022.jpg", "023.jpg", "024.jpg", "025.jpg", "026.jpg"}
+    assert (reasons["020.jpg"], reasons["022.jpg"]) == ("missing-image", "empty-file")
+    assert (reasons["023.jpg"], reasons["025.jpg"]) == ("unreadable-image", "missing-caption")
+    assert json.loads(out.with_suffix(".manifest.json").read_text())["count"] == COUNT - 7
+
+
+def test_a_folder_that_vanishes_is_rejects_alone(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    folder_of(source / "zz", 3)
+    with halted(12, source, out) as pack_:
+        shutil.rmtree(source / "zz")
+        code, _, log = pack_.go_on()
+    assert (code, "Traceback" in log) == (0, False)
+    assert rejects(out) == {} or rejects(out) == {"zz": "unreadable-folder"}
+
+
+def table_of(root: Path) -> Path:
+    folder_of(root / "imgs", COUNT)
+    rows = "".join(f"imgs/{number:03}.jpg,row {number}\n" for number in range(COUNT))
+    (root / "rows.csv").write_text(f"image,caption\n{rows}")
+    return root / "rows.csv"
+
+
+def tar_of(root: Path) -> Path:
+    members = [(f"{n:03}.{end}", photo(n) if end == "jpg" else b"x") for n in range(COUNT) for end in ("jpg", "txt")]
+    return write_tar(root / "rows.tar", members)
+
+
+@pytest.mark.parametrize("make", [table_of, SLOW(tar_of)])
+@pytest.mark.parametrize("change", ["grow", "replace", "vanish"])
+def test_a_table_or_tar_that_changes_ends_the_pack_until_it_is_as_it_was(tmp_path, make, change):
+    source, out = make(tmp_path), tmp_path / "o.rec"
+    whole = undisturbed(source)
+    saved = source.with_name("saved")
+    shutil.copy2(source, saved)
+    with halted(12, source, out) as pack_:
+        if change == "grow":
+            source.write_bytes(source.read_bytes() + b"imgs/000.jpg,again\n")
+        else:
+            source.unlink()
+        if change == "replace":
+            shutil.copy(saved, source)
+        code, result, log = pack_.go_on()
+    assert (code, result) == (1, "")
+    what = "has vanished" if change == "vanish" else "has changed"
+    assert f"rwkvclip: {source} {what} since this pack began" in log
+    assert "records are kept" in log
+    assert "Traceback" not in log
+    assert not list(tmp_path.glob("o.*"))
+    if change == "grow":
+        with pytest.raises(UsageError, match=f"{source} has changed since the unfinished pack began"):
+            resumed(source, out)
+    source.unlink(missing_ok=True)
+    saved.rename(source)
+    assert resumed(source, out) == whole
+
+
+def test_a_tar_that_vanishes_before_its_turn_is_named(tmp_path):
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    for name in ("a", "b"):
+        tar_of(folder).rename(folder / f"{name}.tar")
+    options = {"format": "webdataset"}
+    whole = undisturbed(folder, **options)
+    with halted(12, folder, tmp_path / "o.rec", "--format", "webdataset") as pack_:
+        (folder / "b.tar").rename(tmp_path / "b.tar")
+        code, _, log = pack_.go_on()
+    assert (code, f"{folder / 'b.tar'} has vanished since this pack began" in log) == (1, True)
+    with pytest.raises(UsageError, match=r"b\.tar is gone since the unfinished pack began"):
+        resumed(folder, tmp_path / "o.rec", **options)
+    (tmp_path / "b.tar").rename(folder / "b.tar")
+    assert resumed(folder, tmp_path / "o.rec", **options) == whole
+
+
+def test_a_table_that_cannot_be_read_is_one_clear_error(tmp_path):
+    (tmp_path / "rows.csv").symlink_to(EIO)
+    done = run_cli("pack", tmp_path / "rows.csv", tmp_path / "o.rec")
+    assert (done.returncode, done.stderr) == (2, f"rwkvclip: {tmp_path}/rows.csv: Input/output error\n")
+
+
+# A read of the file that $FAIL names, behind its first $FAIL_AT bytes, fails.
+FAILING = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+ssize_t read(int descriptor, void *buffer, size_t count) {
+    static ssize_t (*real)(int, void *, size_t);
+    if (!real) real = dlsym(RTLD_NEXT, "read");
+    const char *wanted = getenv("FAIL");
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t length = wanted ? readlink(link, path, sizeof path - 1) : -1;
+    if (length > 0) {
+        path[length] = 0;
+        if (!strcmp(path, wanted) && lseek(descriptor, 0, SEEK_CUR) >= atol(getenv("FAIL_AT"))) {
+            errno = EIO;
+            return -1;
+        }
+    }
+    return real(descriptor, buffer, count);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler makes the disk fail")
+def test_a_disk_that_fails_under_a_table_is_one_clear_error_and_the_pack_goes_on(tmp_path):
+    source, out = table_of(tmp_path), tmp_path / "o.rec"
+    with source.open("a") as file:
+        file.writelines(f"imgs/{number % COUNT:03}.jpg,{'much to say ' * 400}\n" for number in range(30))
+    whole = undisturbed(source)
+    (tmp_path / "fail.c").write_text(FAILING)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "fail.so", tmp_path / "fail.c", "-ldl"], check=True)
+    at = len(source.read_bytes()) - 50_000
+    failing = {"LD_PRELOAD": str(tmp_path / "fail.so"), "FAIL": str(source), "FAIL_AT": str(at)}
+    command = [sys.executable, "-c", HALTING, "-1", "pack", str(source), str(out), "--proof", "none", "--workers", "1"]
+    # Neither the progress bar's count nor the columns are to meet the fault first.
+    done = subprocess.run(command, env=os.environ | failing, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done.stderr
+    message = done.stderr.splitlines()[-2]
+    assert message.startswith(f"rwkvclip: cannot read {source}: Input/output error; ")
+    assert message.endswith("records are kept")
+    assert resumed(source, out) == whole
