@@ -20,6 +20,7 @@ from rwkvclip_cli.console import UsageError
 
 MANIFEST_SUFFIX = ".manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
+SHARD_STEM = re.compile(r"(.+)-([0-9]{5,})")
 # What the manifest says of all shards together, which is not true of one.
 OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects")
 
@@ -73,16 +74,16 @@ class SetFiles:
         for shard in self.shards:
             if shard.rec.is_file():
                 continue
-            if self.shown(shard) is None:
+            if self.shown(shard.rec) is None:
                 raise UsageError(f"{shard.rec}: no such file", hint=f"rwkvclip pack SOURCE... {shard.rec}")
             raise UsageError(
                 f"{shard.rec}: no such file, but {self.manifest_path.name} lists it",
                 hint=f"copy it again, or save the rest: rwkvclip inspect {self.name} --salvage OUT.rec",
             )
 
-    def shown(self, shard: Shard) -> str | None:
-        """The name of a shard where the user has not named that very file."""
-        return None if shard.rec == self.name else shard.rec.name
+    def shown(self, rec: Path) -> str | None:
+        """The name of one of the .rec files where the user has not named that very one."""
+        return None if rec == self.name else rec.name
 
 
 def manifest_beside(rec: Path) -> Path:
@@ -113,7 +114,7 @@ def _named(name: Path, rec: Path) -> SetFiles:
     if os.path.lexists(rec):
         if listed:
             raise UsageError(
-                f"{rec} is there, but {manifest_beside(rec).name} lists {len(listed):,} shards: two packs under one name",
+                f"{rec} is there, but {manifest_beside(rec).name} lists {len(listed):,} shards: two packs of one name",
                 hint=f"remove the one that is old; or name one shard, such as {listed[0].rec}",
             )
         if name == rec and not (manifest or fault) and (whole := _set_of(rec)) is not None:
@@ -130,7 +131,7 @@ def _named(name: Path, rec: Path) -> SetFiles:
 
 def _matching(pattern: Path) -> SetFiles:
     """The set whose shards are what matches a pattern."""
-    found = sorted(Path(path) for path in glob.glob(str(pattern)) if path.endswith(".rec"))
+    found = sorted((Path(path) for path in glob.glob(str(pattern)) if path.endswith(".rec")), key=_number)
     if not found:
         raise UsageError(f"{pattern}: no .rec file matches", hint=f"ls {pattern.parent}")
     if len(found) == 1:
@@ -153,9 +154,15 @@ def _matching(pattern: Path) -> SetFiles:
 
 
 def _stem(rec: Path) -> str:
-    """The name of OUT where a file is called OUT-NUMBER.rec."""
-    match = re.fullmatch(r"(.+)-\d+", rec.stem)
+    """The name of OUT where a file is called as its shards are."""
+    match = SHARD_STEM.fullmatch(rec.stem)
     return match[1] if match else rec.stem
+
+
+def _number(rec: Path) -> tuple[int, str]:
+    """What shards are in the order of: 100000 comes behind 99999."""
+    match = SHARD_STEM.fullmatch(rec.stem)
+    return (int(match[2]) if match else 0, rec.name)
 
 
 def _set_of(shard: Path) -> SetFiles | None:
@@ -190,10 +197,11 @@ def _listed(rec: Path, manifest: dict[str, Any]) -> tuple[Shard, ...]:
 
 
 def _numbered(rec: Path) -> list[Path]:
-    """The shards of a set without a manifest: what its name with a number says, by number."""
-    pattern = f"{glob.escape(str(rec.with_suffix('')))}-*.rec"
-    found = [Path(path) for path in glob.glob(pattern) if _stem(Path(path)) == rec.stem]
-    return sorted(found, key=lambda path: int(path.stem.rpartition("-")[2]))
+    """The shards of a set without a manifest: what is named as they are and is no set of its own."""
+    found = [Path(path) for path in glob.glob(f"{glob.escape(str(rec.with_suffix('')))}-*.rec")]
+    return sorted(
+        (path for path in found if _stem(path) == rec.stem and not manifest_beside(path).exists()), key=_number
+    )
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], str]:

@@ -5,20 +5,19 @@
 
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
 from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.samples import printable
+from rwkvclip_cli.data.shards import locate
 from rwkvclip_cli.inspect.check import Prover, pool_prover
 from rwkvclip_cli.inspect.export import export
 from rwkvclip_cli.inspect.faults import KEPT_FAULTS, Fault
 from rwkvclip_cli.inspect.files import Beside, read_beside
-from rwkvclip_cli.inspect.index import rebuild_index
+from rwkvclip_cli.inspect.index import rebuild_indexes
 from rwkvclip_cli.inspect.salvage import salvage
-from rwkvclip_cli.inspect.scan import RecFile
 from rwkvclip_cli.inspect.summary import describe_records, summarize
 from rwkvclip_cli.inspect.verify import Verdict, verify
 
@@ -36,27 +35,23 @@ class Report:
 
 def inspect_data(options: InspectConfig) -> Report:
     """Do what the options ask for. Damage is a result; RwkvClipError says what could not be done because of it."""
-    rec = Path(options.data)
     if options.plan:
         from rwkvclip_cli.inspect.plan import plan, plan_text  # brings torch, which no other mode needs
 
-        found = plan(open_packed(rec), options)
+        found = plan(open_packed(options.data), options)
         return _report(options, "plan", found, plan_text(found))
+    beside = read_beside(locate(options.data))
     if options.rebuild_index:
-        idx, count = rebuild_index(rec)
-        text = f"{printable(str(idx))}: {count:,} records"
-        return _report(options, "rebuild-index", {"index": printable(str(idx)), "records": count}, text)
-    with RecFile(rec) as file:
-        beside = read_beside(file)
-        if options.verify:
-            return _verify(options, file, beside, _prover(options, beside))
-        if options.salvage is not None:
-            return _salvage(options, file, beside, _prover(options, beside))
-        if options.export is not None:
-            return _export(options, file, beside)
-        if options.records is not None:
-            return _records(options, file, beside)
-        return _summary(options, file, beside)
+        return _rebuild(options, beside)
+    if options.verify:
+        return _verify(options, beside, _prover(options, beside))
+    if options.salvage is not None:
+        return _salvage(options, beside, _prover(options, beside))
+    if options.export is not None:
+        return _export(options, beside)
+    if options.records is not None:
+        return _records(options, beside)
+    return _summary(options, beside)
 
 
 def _report(options: InspectConfig, mode: str, found: dict[str, Any], text: str, failed: bool = False) -> Report:
@@ -69,14 +64,22 @@ def _prover(options: InspectConfig, beside: Beside) -> Prover | None:
     return pool_prover(options.proof, beside, options.workers or cores)
 
 
-def _verify(options: InspectConfig, file: RecFile, beside: Beside, prover: Prover | None) -> Report:
-    verdict = verify(file, beside, prover)
+def _rebuild(options: InspectConfig, beside: Beside) -> Report:
+    done = rebuild_indexes(beside)
+    indexes = [{"index": printable(str(idx)), "records": count} for idx, count in done]
+    text = "\n".join(f"{each['index']}: {each['records']:,} records" for each in indexes)
+    found = {"indexes": indexes, "records": sum(count for _, count in done)}
+    return _report(options, "rebuild-index", found, text)
+
+
+def _verify(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
+    verdict = verify(beside, prover)
     faults = [fault.document() for fault in verdict.log.first]
     found = {
         "sound": verdict.is_sound,
         "records": verdict.records,
         "sound_records": verdict.sound,
-        "size_bytes": file.size_bytes,
+        "size_bytes": beside.size_bytes,
         "proof": options.proof,
         "checksums": verdict.checksums,
         "content_hash_checked": verdict.hashed,
@@ -85,10 +88,10 @@ def _verify(options: InspectConfig, file: RecFile, beside: Beside, prover: Prove
         "faults_left_off": verdict.log.total - len(faults),
         "missing": list(beside.missing),
     }
-    return _report(options, "verify", found, _verdict_text(options, file, verdict), not verdict.is_sound)
+    return _report(options, "verify", found, _verdict_text(options, beside, verdict), not verdict.is_sound)
 
 
-def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> str:
+def _verdict_text(options: InspectConfig, beside: Beside, verdict: Verdict) -> str:
     proved = {
         "decode": "every image decoded in DALI",
         "structure": "every image's markers walked",
@@ -97,7 +100,7 @@ def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> st
     name = printable(options.data)
     basis = [proved[options.proof], *(["content hash compared"] if verdict.hashed else [])]
     basis += ["captions and images compared with their checksums"] if verdict.checksums else []
-    head = f"{name}: {verdict.records:,} records, {file.size_bytes:,} bytes; {', '.join(basis)}"
+    head = f"{name}: {verdict.records:,} records, {beside.size_bytes:,} bytes; {', '.join(basis)}"
     if verdict.is_sound:
         return f"{head}\nsound"
     lines = [head, f"{verdict.log.total:,} faults, {verdict.sound:,} records without one"]
@@ -108,9 +111,9 @@ def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> st
     return "\n".join(lines)
 
 
-def _salvage(options: InspectConfig, file: RecFile, beside: Beside, prover: Prover | None) -> Report:
+def _salvage(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
     assert options.salvage is not None
-    saved = salvage(file, beside, prover, options.salvage)
+    saved = salvage(beside, prover, options.salvage)
     lost = sum(saved.lost.values())
     lines = [f"{printable(saved.out)}: {saved.kept:,} records kept, {saved.before:,} of them before the first damage"]
     lines.append(f"lost: {lost:,}" + (", each named in the .rejects.jsonl beside it" if lost else ""))
@@ -119,9 +122,9 @@ def _salvage(options: InspectConfig, file: RecFile, beside: Beside, prover: Prov
     return _report(options, "salvage", found, "\n".join(lines))
 
 
-def _export(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+def _export(options: InspectConfig, beside: Beside) -> Report:
     assert options.export is not None
-    written = export(file, beside, options.export, options.records)
+    written = export(beside, options.export, options.records)
     folder = printable(written.folder)
     lines = [f"{folder}: {written.count:,} images, each with its captions in a .json"]
     if written.changed:
@@ -129,12 +132,13 @@ def _export(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
     return _report(options, "export", asdict(written) | {"folder": folder}, "\n".join(lines))
 
 
-def _records(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+def _records(options: InspectConfig, beside: Beside) -> Report:
     assert options.records is not None
-    described = describe_records(file, beside, options.records)
+    described = describe_records(beside, options.records)
     lines = []
     for entry in described:
-        head = f"record {entry['record']} at byte {entry['offset']:,}"
+        head = f"{entry['shard']}, record {entry['record']}" if "shard" in entry else f"record {entry['record']}"
+        head += f" at byte {entry['offset']:,}" if "offset" in entry else ""
         if "format" in entry:
             size = f"{entry['width']}x{entry['height']}"
             head += f": {entry['format']} {size}, {entry['image_bytes']:,} bytes"
@@ -145,10 +149,13 @@ def _records(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
     return _report(options, "records", {"records": described}, "\n".join(lines) or "no records", failed)
 
 
-def _summary(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
-    found = summarize(file, beside)
+def _summary(options: InspectConfig, beside: Beside) -> Report:
+    found = summarize(beside)
     name, manifest = printable(options.data), found["manifest"]
     lines = [f"{name}: {found['records']:,} records, {found['size_bytes']:,} bytes"]
+    shards = [part.shard.rec.name for part in beside.parts if part.name is not None]
+    if shards:
+        lines.append(f"  shards: {len(shards):,}, {shards[0]} to {shards[-1]}")
     lines.append(
         f"  labels: {found['label_width']}, {found['captions']} captions of {found['context_length']} token ids"
     )
