@@ -161,6 +161,11 @@ class PackConfig(Options):
     quality: int = option(95, "JPEG quality where an image has to be re-encoded.", minimum=1, maximum=100)
     max_side: int | None = option(None, "Resize images whose longer side exceeds this many pixels.", minimum=1)
     max_pixels: int = option(MAX_PIXELS, "Reject images of more pixels than this, before decoding.", minimum=1)
+    dedupe: bool = option(
+        False,
+        "Reject every image that an earlier record has: equal bytes, or equal width, height and decoded pixels in any "
+        "format (each image is decoded once more for that, whatever --proof; 20 bytes of memory a record).",
+    )
     shuffle: bool = option(
         False, "Put the records of all sources in an order drawn over the whole set (twice the disk space for a while)."
     )

@@ -22,6 +22,21 @@ from rwkvclip_cli.inspect.summary import describe_records, summarize
 from rwkvclip_cli.inspect.verify import Verdict, verify
 
 SHOWN_FAULTS = 20
+SHOWN_STATISTICS = {
+    "kept": "images as they lie",
+    "image_format": "images as they came",
+    "image_width": "image width",
+    "image_height": "image height",
+    "image_bytes": "image bytes",
+    "captions_a_record": "captions a record",
+    "caption_tokens": "tokens a caption",
+    "captions_truncated": "captions cut to the context length",
+    "captions_dropped": "captions beyond the slots",
+    "captions_blank": "captions that were blank",
+    "captions_repeated": "captions that an earlier one equals",
+    "rejected": "rejected",
+}
+SPREADS = frozenset({"image_width", "image_height", "image_bytes", "captions_a_record", "caption_tokens"})
 
 
 @dataclass(frozen=True)
@@ -167,15 +182,29 @@ def _summary(options: InspectConfig, beside: Beside) -> Report:
         lines.append(f"  order: {'shuffled' if manifest['shuffled'] else 'as in the sources'}")
     if "rejects" in manifest:
         lines.append(f"  rejects: {manifest['rejects']}")
-    kept = found["statistics"].get("kept") if isinstance(found["statistics"], dict) else None
-    if isinstance(kept, dict):
-        lines += [f"  {how}: {count}" for how, count in kept.items()]
+    lines += _statistics_lines(found["statistics"])
     if "content_hash" in manifest:
         lines.append(f"  content hash: {manifest['content_hash']}")
     if found["missing"]:
         lines.append(f"  missing: {', '.join(found['missing'])}")
     lines += [f"  fault: {Fault(**fault)}" for fault in found["faults"]]
     return _report(options, "summary", found, "\n".join(lines), bool(found["faults"]))
+
+
+def _statistics_lines(statistics: object) -> list[str]:
+    """What the manifest's statistics say, as far as they are there."""
+    known = statistics if isinstance(statistics, dict) else {}
+    lines = []
+    for name, words in SHOWN_STATISTICS.items():
+        value = known.get(name)
+        if isinstance(value, dict) and name in SPREADS:
+            shown = ", ".join(f"{each} {value.get(each)}" for each in ("min", "mean", "max"))
+        elif isinstance(value, dict):
+            shown = ", ".join(f"{each} {count}" for each, count in value.items()) or "none"
+        else:
+            shown = str(value)
+        lines += [f"  {words}: {shown}"] if name in known else []
+    return lines
 
 
 def _name_of(tokenizer: object) -> str:

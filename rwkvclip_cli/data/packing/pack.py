@@ -24,6 +24,7 @@ from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
+from rwkvclip_cli.data.packing.seen import Seen
 from rwkvclip_cli.data.packing.shuffle import shuffle
 from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources, read_sources
 from rwkvclip_cli.data.packing.tables import Columns
@@ -36,7 +37,7 @@ HASH_EVERY_RECORDS = 256
 SHOWN_REJECTS = 3
 
 # The options that decide the bytes of a data set; the manifest records them.
-BYTES_OPTIONS = ("format", "image_key", "caption_key", "tokens", "proof", "quality", "max_side", "max_pixels")
+BYTES_OPTIONS = ("format", "image_key", "caption_key", "tokens", "proof", "quality", "max_side", "max_pixels", "dedupe")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class PackSummary:
             lines.append(f"captions cut to the context length: {self.statistics['captions_truncated']:,}")
         if self.statistics["captions_dropped"]:
             lines.append(f"captions beyond the slots, left out: {self.statistics['captions_dropped']:,}")
+        if self.statistics["captions_repeated"]:
+            lines.append(f"captions that an earlier one equals: {self.statistics['captions_repeated']:,}")
         if self.statistics["token_slots_unmarked"]:
             unmarked = self.statistics["token_slots_unmarked"]
             lines.append(f"token slots without CLIP's start or end token: {unmarked:,}; ids of another tokenizer?")
@@ -126,6 +129,7 @@ class _Tally:
     count: int = 0
     ignored: int = 0
     kept: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     first_rejects: list[Reject] = field(default_factory=list)
     tokens: _Spread = field(default_factory=_Spread)
@@ -136,10 +140,13 @@ class _Tally:
     truncated: int = 0
     dropped: int = 0
     unmarked: int = 0
+    blank: int = 0
+    repeated: int = 0
 
     def add(self, record: Packed) -> None:
         self.count += 1
         self.kept[record.kept] += 1
+        self.formats[record.format] += 1
         for tokens in record.token_counts:
             self.tokens.add(tokens)
         self.captions.add(len(record.token_counts) + record.dropped)
@@ -149,6 +156,7 @@ class _Tally:
         self.truncated += record.truncated
         self.dropped += record.dropped
         self.unmarked += record.unmarked
+        self.blank += record.blank
 
     def refuse(self, reject: Reject) -> None:
         self.reasons[reject.reason] += 1
@@ -168,7 +176,11 @@ class _Tally:
             "caption_tokens": self.tokens.document(),
             "captions_truncated": self.truncated,
             "captions_dropped": self.dropped,
+            "captions_blank": self.blank,
+            "captions_repeated": self.repeated,
             "token_slots_unmarked": self.unmarked,
+            "image_format": dict(sorted(self.formats.items())),
+            "images_repeated": self.reasons["duplicate"],
             "image_width": self.widths.document(),
             "image_height": self.heights.document(),
             "image_bytes": self.image_bytes.document(),
@@ -195,12 +207,14 @@ def pack(config: PackConfig) -> PackSummary:
         with (
             open_writer(config.writer, output.partial["rec"], output.partial["idx"]) as writer,
             workers as pool,
+            Seen(output.partial["rec"].parent, context_length=config.context_length, dedupe=config.dedupe) as seen,
             progress(estimate_inputs(found, options), "packing", "images") as bar,
         ):
-            for outcome in pool.run(_items(found, options, tokens)):
+            for outcome in seen.sift(pool.run(_items(found, options, tokens))):
                 _take(outcome, tally, writer, output)
                 if not isinstance(outcome, Ignored):
                     bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
+            tally.repeated = seen.repeated_captions()
         if tally.count == 0:
             raise _nothing_packed(config, tally)
         if config.shuffle:
@@ -270,7 +284,7 @@ def _need_dali() -> None:
 
 def _worker_options(config: PackConfig) -> WorkerOptions:
     images = ImageOptions(config.proof, config.quality, config.max_side, config.max_pixels)
-    return WorkerOptions(config.captions, config.context_length, images)
+    return WorkerOptions(config.captions, config.context_length, images, config.dedupe)
 
 
 def _cores() -> int:
