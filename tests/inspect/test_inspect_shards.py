@@ -177,6 +177,31 @@ def test_a_damaged_number_makes_no_stranger_of_a_shard(sharded) -> None:
     ]
 
 
+def test_one_record_of_two_makes_no_stranger_of_a_shard_either(sharded) -> None:
+    """The first of the last shard's two records is 6; with two of its bits turned it is the first of shard 1."""
+    for bit in (0, 2):
+        flip_bit(shard_path(sharded, 2), 8 + 8, bit)
+    assert [fault for fault in found(sharded) if fault[0] != "content-hash"] == [
+        ("header", "out-00002.rec", 6, "006.jpg")
+    ]
+
+
+def test_shards_behind_one_that_lost_records_keep_their_numbers(sharded, prove) -> None:
+    """Nothing but the manifest tells how many records the first one had."""
+    shard = shard_path(sharded, 0)
+    with shard.open("r+b") as file:
+        file.truncate(offsets(shard)[1])
+    shard.with_suffix(".idx").unlink()
+    sharded.with_suffix(".sources.tsv").unlink()
+    kinds = [(kind, shard, record) for kind, shard, record, _ in found(sharded, prove)]
+    assert kinds == [
+        ("index-missing", "out-00000.rec", None),
+        ("content-hash", "out-00000.rec", None),
+        ("manifest", None, None),
+        ("manifest", "out-00000.rec", None),
+    ]
+
+
 def test_a_manifest_that_is_damaged_or_missing_leaves_the_shards_to_be_found_by_their_names(sharded, prove) -> None:
     manifest = sharded.with_suffix(".manifest.json")
     manifest.write_text("{")
