@@ -11,7 +11,7 @@ import glob
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -134,22 +134,26 @@ def _matching(pattern: Path) -> SetFiles:
     found = sorted((Path(path) for path in glob.glob(str(pattern)) if path.endswith(".rec")), key=_number)
     if not found:
         raise UsageError(f"{pattern}: no .rec file matches", hint=f"ls {pattern.parent}")
+    first = locate(found[0])
     if len(found) == 1:
-        return locate(found[0])
-    parts = [locate(path) for path in found]
-    origins = {part.rec for part in parts}
-    if all(part.manifest or part.fault for part in parts) and len(origins) == 1:
-        whole = locate(origins.pop())
-        missing = len(whole.shards) - len(found)
-        if missing:
+        return first
+    if first.is_part:
+        whole = locate(first.rec)
+        listed = {shard.rec for shard in whole.shards}
+        if listed > set(found):
             raise UsageError(
-                f"{pattern} matches {len(found)} of the {len(whole.shards)} shards of {whole.rec}; an epoch would lack "
+                f"{pattern} matches {len(found):,} of the {len(listed):,} shards of {whole.rec}; an epoch would lack "
                 "the others",
                 hint=f"{whole.rec} for all of them, or the name of a single one",
             )
-        return SetFiles(pattern, whole.rec, whole.shards, whole.manifest, whole.fault)
-    if any(part.manifest or part.fault for part in parts):
-        raise UsageError(f"{pattern} matches files of several packs, such as {found[0]} and {found[-1]}")
+        if listed == set(found):
+            return replace(whole, name=pattern)
+    origins = {path.with_name(_stem(path) + ".rec") for path in found} | set(found)
+    if any(manifest_beside(rec).is_file() for rec in origins):
+        raise UsageError(
+            f"{pattern} matches files of several packs, such as {found[0]} and {found[-1]}",
+            hint="the name of one of them",
+        )
     return SetFiles(pattern, found[0].with_name(_stem(found[0]) + ".rec"), tuple(map(Shard, found)), {})
 
 

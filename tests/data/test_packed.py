@@ -151,11 +151,13 @@ def test_shards_without_a_manifest_are_found_by_number(tmp_path: Path) -> None:
     rec = write_packed(tmp_path / "a.rec", 12, context_length=77)
     out = split_set(rec, 1, tmp_path / "out.rec")
     out.with_suffix(".manifest.json").unlink()
-    for number in range(12):  # 9 comes before 10, though "10" comes before "9"
-        for suffix in (".rec", ".idx"):
-            shard_path(out, number).with_suffix(suffix).rename(tmp_path / f"out-{number}{suffix}")
+    for suffix in (".rec", ".idx"):  # 9 comes before 1, though the text "1..." comes before "9..."
+        shard_path(out, 10).with_suffix(suffix).rename(tmp_path / f"out-99999{suffix}")
+        shard_path(out, 11).with_suffix(suffix).rename(tmp_path / f"out-100000{suffix}")
+        write_packed(tmp_path / "out-55555.rec", 1)  # a set of its own, with a manifest
     packed = open_packed(out)
-    assert [rec.name for rec in packed.recs] == [f"out-{number}.rec" for number in range(12)]
+    numbers = [f"{number:05}" for number in range(10)] + ["99999", "100000"]
+    assert [rec.name for rec in packed.recs] == [f"out-{number}.rec" for number in numbers]
     assert packed.offsets.tolist() == open_packed(rec).offsets.tolist()
     assert packed.content_hash is None
 
@@ -176,9 +178,18 @@ def test_names_that_mean_no_set(sharded: Path, name: str, message: str) -> None:
         open_packed(sharded.with_name(name))
 
 
+def test_a_pattern_over_files_without_manifests_is_a_set_in_the_order_of_numbers(tmp_path: Path) -> None:
+    out = split_set(write_packed(tmp_path / "a.rec", 4, context_length=77), 1, tmp_path / "out.rec")
+    out.with_suffix(".manifest.json").unlink()
+    for suffix in (".rec", ".idx"):
+        shard_path(out, 3).with_suffix(suffix).rename(tmp_path / f"out-100000{suffix}")
+    packed = open_packed(tmp_path / "out-*.rec")
+    assert [rec.name for rec in packed.recs] == ["out-00000.rec", "out-00001.rec", "out-00002.rec", "out-100000.rec"]
+
+
 def test_a_rec_beside_shards_of_its_name_could_mean_either(sharded: Path) -> None:
     sharded.with_name("a.rec").rename(sharded)
-    with pytest.raises(UsageError, match=r"lists 3 shards: two packs under one name"):
+    with pytest.raises(UsageError, match=r"lists 3 shards: two packs of one name"):
         open_packed(sharded)
 
 
