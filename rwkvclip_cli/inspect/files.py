@@ -16,9 +16,10 @@ from typing import Any, BinaryIO, Self
 
 from rwkvclip_cli.data.packed import LABEL_WIDTH_PUBLISHED
 from rwkvclip_cli.data.packing.output import SUFFIXES
+from rwkvclip_cli.data.recordio import HEADER_BYTES
 from rwkvclip_cli.data.shards import SetFiles, Shard
 from rwkvclip_cli.inspect.faults import Fault
-from rwkvclip_cli.inspect.scan import RecFile, Whole, label_count
+from rwkvclip_cli.inspect.scan import PART, RecFile, Whole, label_count
 
 SAMPLED_RECORDS = 16
 MAX_LINE_BYTES = 1 << 16
@@ -129,12 +130,19 @@ def _arrange(files: SetFiles) -> tuple[tuple[Part, ...], tuple[Fault, ...]]:
 def _place_of(shard: Shard, shards: Sequence[Shard]) -> Path:
     """The shard whose records lie under this one's name: itself, where its first records do not agree on another."""
     with RecFile(shard.rec) as file:
+        if file.pread(PART.size + HEADER_BYTES, 0)[PART.size + 8 : PART.size + 16] == _number_bytes(shard.first):
+            return shard.rec
         records = islice((found for found in file.scan() if isinstance(found, Whole)), SAMPLED_RECORDS)
         firsts = Counter(int.from_bytes(found.payload[8:16], "little") - at for at, found in enumerate(records))
         first, agreeing = firsts.most_common(1)[0] if firsts else (shard.first, 0)
         place = next((other for other in shards if other.first == first), shard)
         # One record alone may have a damaged number.
         return place.rec if agreeing > 1 or place.size_bytes == file.size_bytes else shard.rec
+
+
+def _number_bytes(number: int | None) -> bytes:
+    """A record's number as its header has it."""
+    return (number or 0).to_bytes(8, "little")
 
 
 def _usual_width(parts: Sequence[Part]) -> int:
