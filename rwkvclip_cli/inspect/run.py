@@ -200,10 +200,10 @@ def _statistics_lines(statistics: object) -> list[str]:
         if isinstance(value, dict) and name in SPREADS:
             shown = ", ".join(f"{each} {value.get(each)}" for each in ("min", "mean", "max"))
         elif isinstance(value, dict):
-            shown = ", ".join(f"{each} {count}" for each, count in value.items()) or "none"
+            shown = ", ".join(f"{each} {count}" for each, count in value.items())
         else:
             shown = str(value)
-        lines += [f"  {words}: {shown}"] if name in known else []
+        lines += [f"  {words}: {shown}"] if name in known and value != {} else []
     return lines
 
 

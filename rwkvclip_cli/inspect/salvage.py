@@ -19,6 +19,7 @@ from rwkvclip_cli.inspect.faults import FaultLog
 from rwkvclip_cli.inspect.files import Beside, path_beside
 
 FORMAT_VERSION = 1
+NOT_SALVAGED = ("statistics", "shards", "shard_size")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _source_line(ordinal: int, checked: Checked) -> str:
 
 def _manifest(beside: Beside, kept: int, copied: int, lost: Counter[str]) -> dict[str, Any]:
     """The damaged set's manifest with what has changed; statistics of all its records would no longer be true."""
-    manifest = {key: value for key, value in beside.manifest.items() if key not in ("statistics", "shards")}
+    manifest = {key: value for key, value in beside.manifest.items() if key not in NOT_SALVAGED}
     return {
         "format_version": FORMAT_VERSION,
         **manifest,
