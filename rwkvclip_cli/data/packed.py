@@ -33,7 +33,7 @@ Offsets = np.ndarray[Any, np.dtype[np.int64]]
 class PackedSet:
     """The .rec files of a set as one run of records, and its manifest.
 
-    rec: how the user names the set. recs: its files in order. starts: (files + 1,) where each begins in all of them
+    rec: the name of the set. recs: its files in order. starts: (files + 1,) where each begins in all of them
     joined, the end included. offsets: (count,) byte offset of each record in the joined files, rising.
     """
 

@@ -11,7 +11,7 @@ import glob
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SetFiles:
-    """Where a set lies. name: as the user gave it. rec: OUT.rec, beside which manifest and reports of the pack lie.
+    """Where a set lies. name: by which `locate` finds it again. rec: OUT.rec, beside which manifest and reports lie.
 
     manifest: {} without a readable one, and `fault` then says what is wrong with it. is_part: whether this is one shard
     of several, so that the manifest, but for what it says of that one, and the reports are of more than this.
@@ -100,14 +100,15 @@ def locate(name: str | Path) -> SetFiles:
     if not os.path.lexists(path) and glob.has_magic(str(path)):
         return _matching(path)
     if path.name.endswith(MANIFEST_SUFFIX):
-        rec = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX) + ".rec")
-        return _named(path, rec)
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file", hint=f"ls {path.parent}")
+        return _named(path.with_name(path.name.removesuffix(MANIFEST_SUFFIX) + ".rec"))
     if path.suffix != ".rec":
         raise UsageError(f"{path}: not a packed .rec file", hint=f"rwkvclip pack {path} data.rec")
-    return _named(path, path)
+    return _named(path)
 
 
-def _named(name: Path, rec: Path) -> SetFiles:
+def _named(rec: Path) -> SetFiles:
     """The set whose records are in `rec`, or in the shards of that name."""
     manifest, fault = read_manifest(manifest_beside(rec))
     listed = _listed(rec, manifest)
@@ -117,16 +118,16 @@ def _named(name: Path, rec: Path) -> SetFiles:
                 f"{rec} is there, but {manifest_beside(rec).name} lists {len(listed):,} shards: two packs of one name",
                 hint=f"remove the one that is old; or name one shard, such as {listed[0].rec}",
             )
-        if name == rec and not (manifest or fault) and (whole := _set_of(rec)) is not None:
+        if not (manifest or fault) and (whole := _set_of(rec)) is not None:
             return _part(rec, whole)
         # An empty manifest promises nothing.
         promised = (manifest.get("count"), manifest.get("size_bytes"), manifest.get("content_hash"))
-        return SetFiles(name, rec, (Shard(rec, 0, *promised),), manifest, fault)
+        return SetFiles(rec, rec, (Shard(rec, 0, *promised),), manifest, fault)
     if not listed and not manifest:
         listed = tuple(map(Shard, _numbered(rec)))
     if not listed:
-        raise UsageError(f"{name}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
-    return SetFiles(name, rec, listed, manifest, fault)
+        raise UsageError(f"{rec}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
+    return SetFiles(rec, rec, listed, manifest, fault)
 
 
 def _matching(pattern: Path) -> SetFiles:
@@ -147,7 +148,7 @@ def _matching(pattern: Path) -> SetFiles:
                 hint=f"{whole.rec} for all of them, or the name of a single one",
             )
         if listed == set(found):
-            return replace(whole, name=pattern)
+            return whole
     origins = {path.with_name(_stem(path) + ".rec") for path in found} | set(found)
     if any(manifest_beside(rec).is_file() for rec in origins):
         raise UsageError(
