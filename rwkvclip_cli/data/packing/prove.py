@@ -23,8 +23,8 @@ FAITHFUL_MEAN = 2.0
 # Tried after --quality, until the picture is faithful: noise needs more than photographs do.
 HIGHER_QUALITIES = (98, 100)
 
-# Pictures decoded side by side: beyond this a batch gains nothing and only holds memory.
-GROUP_PIXELS = 2**24
+# Pictures decoded side by side: beyond this a batch gains nothing and only holds memory, about 15 bytes a pixel.
+GROUP_PIXELS = 2**21
 GROUP_COUNT = 32
 
 
