@@ -61,7 +61,9 @@ def prepare(folder: Path) -> None:
     beside(picks[3], b"").with_suffix(".txt").write_text("an empty download\n")
     for pick, suffix, mode in ((picks[4], ".png", "RGBA"), (picks[5], ".webp", "RGB"), (picks[6], ".tif", "CMYK")):
         with Image.open(pick) as image:
-            image.convert(mode).rotate(7, fillcolor=image.convert(mode).getpixel((0, 0))).save(beside(pick, b"", suffix))
+            image.convert(mode).rotate(7, fillcolor=image.convert(mode).getpixel((0, 0))).save(
+                beside(pick, b"", suffix)
+            )
 
 
 def run(command: str, folder: Path) -> str:
@@ -69,7 +71,9 @@ def run(command: str, folder: Path) -> str:
     arguments = [sys.executable, "-m", "rwkvclip_cli", *shlex.split(command)[1:]]
     environment = os.environ | {"COLUMNS": str(COLUMNS), "LINES": "40", "TERM": "xterm-256color"}
     ours, theirs = pty.openpty()
-    with subprocess.Popen(arguments, cwd=folder, env=environment, stdout=theirs, stderr=theirs, stdin=theirs) as process:
+    with subprocess.Popen(
+        arguments, cwd=folder, env=environment, stdout=theirs, stderr=theirs, stdin=theirs
+    ) as process:
         os.close(theirs)
         output = b""
         while True:

@@ -9,7 +9,6 @@ import functools
 import inspect
 import io
 import os
-import shlex
 import signal
 import sys
 import typing
@@ -214,6 +213,7 @@ def _eval(options: config.EvalConfig) -> None:
     with_context=True,
 )
 def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]) -> None:
+    from rwkvclip_cli.data.shards import locate
     from rwkvclip_cli.launch.torchrun import check_machine, check_usage, start
 
     retyped = functools.partial(config.retype, "launch", options, train_args)
@@ -224,11 +224,12 @@ def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]
     try:
         # The ranks would all refuse wrong arguments, later and once each.
         wanted = parse("train", [*passed_on, *train_args])
-        if not options.dry_run and not os.path.exists(wanted.train_data):
-            check_machine(options, without_gpu=without_gpu)
-            raise console.UsageError(
-                f"{wanted.train_data}: no such file", hint=f"rwkvclip pack SOURCE... {shlex.quote(wanted.train_data)}"
-            )
+        if not options.dry_run:
+            try:
+                locate(wanted.train_data).check_there()
+            except UsageError:
+                check_machine(options, without_gpu=without_gpu)
+                raise
     except config.MissingOptionError as error:
         if not options.dry_run:
             # Who asks for GPUs that are not there hears of them first: no train option would mend that.

@@ -25,6 +25,7 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 MODELS = ("rwkv-clip-b32", "rwkv-clip-b16", "tiny")
 SOURCE_FORMATS = ("auto", "folder", "imagefolder", "table", "parquet", "webdataset")
 MAX_PIXELS = 178_956_970  # Pillow's own bound against decompression bombs
+DATA_NAMES = "OUT.rec (of shards too), one shard's .rec, or a quoted pattern such as 'out-*.rec'"
 COMPILE_HELP = (
     "Run each block as fused kernels, which Triton compiles at first use and keeps on disk; without, as plain PyTorch "
     "operations (default: on GPUs, which alone can)."
@@ -180,6 +181,11 @@ class PackConfig(Options):
     quality: int = option(95, "JPEG quality where an image has to be re-encoded.", minimum=1, maximum=100)
     max_side: int | None = option(None, "Resize images whose longer side exceeds this many pixels.", minimum=1)
     max_pixels: int = option(MAX_PIXELS, "Reject images of more pixels than this, before decoding.", minimum=1)
+    dedupe: bool = option(
+        False,
+        "Reject every image that an earlier record has: equal bytes, or equal width, height and decoded pixels in any "
+        "format (each image is decoded once more for that, whatever --proof; 20 bytes of memory a record).",
+    )
     shuffle: bool = option(
         False, "Put the records of all sources in an order drawn over the whole set (twice the disk space for a while)."
     )
@@ -199,7 +205,7 @@ class TrainConfig(Options):
     """`rwkvclip train`, the worker that torchrun starts once a rank."""
 
     output: str = option("", "Folder for checkpoints, metrics and curves.", required=True)
-    train_data: str = option("", "The packed .rec file to train on.", required=True)
+    train_data: str = option("", f"The packed data to train on, {DATA_NAMES}.", required=True)
     train_num_samples: int | None = option(None, "Distinct records an epoch (default: all).", minimum=1)
     batch_size: int = option(256, "Pairs a step on each rank.", minimum=1)
     epochs: int = option(32, "Passes over the data.", minimum=1)
@@ -299,7 +305,7 @@ class EvalConfig(Options):
     """`rwkvclip eval CHECKPOINT --data heldout.rec`."""
 
     checkpoint: str = option("", "Checkpoint folder, run folder, .safetensors or .pt.", argument=True)
-    data: str = option("", "The packed .rec file to evaluate on.", required=True)
+    data: str = option("", f"The packed data to evaluate on, {DATA_NAMES}.", required=True)
     model: str | None = option(None, "Model size, where the checkpoint does not say.", choices=MODELS)
     model_config: str | None = option(
         None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
@@ -322,7 +328,7 @@ class BenchConfig(Options):
     )
     batch_size: int | None = option(None, "Pairs a step (default: 256 on a GPU, 32 on a CPU).", minimum=1)
     precision: str | None = option(None, "Arithmetic (default: bf16 on a GPU, fp32 on a CPU).", choices=PRECISIONS)
-    data: str | None = option(None, "The packed .rec file to load from (default: scenes that it draws itself).")
+    data: str | None = option(None, "The packed .rec to load from (default: scenes that it draws itself).")
     steps: int = option(20, "Timed repetitions of everything; the medians are printed.", minimum=1)
     workers: int | None = option(None, "Loader threads (default: the cores).", minimum=1, maximum=1024)
     compile: bool | None = option(None, COMPILE_HELP)
@@ -334,7 +340,7 @@ class BenchConfig(Options):
 class InspectConfig(Options):
     """`rwkvclip inspect DATA.rec`."""
 
-    data: str = option("", "The packed .rec file.", argument=True)
+    data: str = option("", f"The packed data, {DATA_NAMES}.", argument=True)
     records: str | None = option(
         None,
         "Show these records, such as 0:5, 7 or -3: (with --export: write these alone).",
@@ -348,8 +354,12 @@ class InspectConfig(Options):
     export: str | None = option(
         None, "Write images and captions into this new folder.", excludes=("rebuild_index", "salvage", "plan")
     )
-    rebuild_index: bool = option(False, "Write the .idx anew from the .rec.", excludes=("salvage", "plan"))
-    salvage: str | None = option(None, "Write every record that is sound to this new .rec.", excludes=("plan",))
+    rebuild_index: bool = option(
+        False, "Write the .idx of every .rec of the set anew from its records.", excludes=("salvage", "plan")
+    )
+    salvage: str | None = option(
+        None, "Write every record that is sound, of all shards, into this one new .rec.", excludes=("plan",)
+    )
     plan: bool = option(False, "Say what a run would do: steps, left out records, learning rates, loss memory.")
     world_size: int = option(1, "Ranks of the planned run.", minimum=1)
     batch_size: int = option(256, "Pairs a step on each rank of the planned run.", minimum=1)

@@ -138,8 +138,9 @@ class _PlainProgress:
         rate = (self.done - self.done_at_start) / max(self.spoke_s - self.started_s, 1e-9)
         line = f"{self.what}: {self.done:,}"
         if self.total is not None:
-            left_s = (self.total - self.done) / rate if rate > 0 else 0.0
-            line += f" of {self.total:,} {self.unit}, {rate:,.1f} a second, {left_s:,.0f} s left"
+            total = max(self.total, self.done)  # an estimate may fall short
+            left_s = (total - self.done) / rate if rate > 0 else 0.0
+            line += f" of {total:,} {self.unit}, {rate:,.1f} a second, {left_s:,.0f} s left"
         else:
             line += f" {self.unit}, {rate:,.1f} a second"
         say(f"{line}  {self.note}".rstrip())

@@ -14,9 +14,9 @@ from rwkvclip_cli.data.packing.prove import Decoder
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Sample
 from rwkvclip_cli.data.packing.worker import WorkerOptions, pack_samples
 from rwkvclip_cli.data.recordio import HEADER_BYTES, RecordReader
+from rwkvclip_cli.data.shards import locate
 from rwkvclip_cli.inspect.files import read_beside
 from rwkvclip_cli.inspect.salvage import Salvaged, salvage
-from rwkvclip_cli.inspect.scan import RecFile
 from rwkvclip_cli.inspect.verify import Verdict, verify
 
 Prove = Callable[[Iterable[Item]], Iterator[Outcome]]
@@ -53,13 +53,11 @@ def flip_bit(rec: Path, byte: int, bit: int) -> None:
 
 
 def verified(rec: Path, prove: Prove | None) -> Verdict:
-    with RecFile(rec) as file:
-        return verify(file, read_beside(file), prove)
+    return verify(read_beside(locate(rec)), prove)
 
 
 def salvaged(rec: Path, prove: Prove | None, out: Path) -> Salvaged:
-    with RecFile(rec) as file:
-        return salvage(file, read_beside(file), prove, str(out))
+    return salvage(read_beside(locate(rec)), prove, str(out))
 
 
 def bodies(rec: Path) -> list[bytes]:

@@ -57,6 +57,12 @@ def test_an_error_is_shown_on_every_rank_and_names_it(
     assert capsys.readouterr() == ("", f"{shown}\n  try: rwkvclip pack\n")
 
 
+def test_more_than_was_estimated_leaves_no_time_below_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress(10, "packing", "images") as bar:
+        bar.advance(12)
+    assert capsys.readouterr().err.startswith("packing: 12 of 12 images, ")
+
+
 def test_launch_speaks_on_every_node_that_a_cluster_has_numbered() -> None:
     train = ["--", "--output", "run", "--train-data", "pairs.rec"]
     done = run_cli("launch", "--cpus", "2", "--dry-run", *train, env={"RANK": "1", "WORLD_SIZE": "2"})

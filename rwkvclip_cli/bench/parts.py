@@ -247,7 +247,7 @@ def measure_loader(packed: PackedSet, spec: LoaderSpec, steps: int, data: str | 
             next(batches)
         _wait(device)
         taken_s = time.perf_counter() - started_s
-    record_bytes = packed.rec.stat().st_size / packed.count
+    record_bytes = packed.size_bytes / packed.count
     return LoaderFigures(steps * spec.batch_size / taken_s, spec.threads, record_bytes, data)
 
 

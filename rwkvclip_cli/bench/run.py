@@ -4,8 +4,10 @@
 """
 
 import dataclasses
+import itertools
 import json
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.loader import LoaderSpec, loader_threads
 from rwkvclip_cli.data.packed import PackedSet, open_packed
 from rwkvclip_cli.data.packing.pack import pack
-from rwkvclip_cli.data.recordio import RecordReader, RecordWriter, pack_record
+from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record
 from rwkvclip_cli.demo.scenes import write_scenes
 from rwkvclip_cli.model import preset, read_model_config
 from rwkvclip_cli.train.compilation import compiles
@@ -138,10 +140,17 @@ def _loader(options: BenchConfig, setup: Setup, packed: PackedSet, folder: Path)
 
 def repeat(packed: PackedSet, count: int, rec: Path) -> PackedSet:
     """Write the records of a small set over and over into `rec` until there are `count`, and open that."""
-    with RecordReader(packed.rec) as reader, RecordWriter(rec, sync=False) as writer:
-        for ordinal in range(count):
-            record = reader.record(ordinal % packed.count)
+    with RecordWriter(rec, sync=False) as writer:
+        for ordinal, record in zip(range(count), _over_and_over(packed.recs), strict=False):
             writer.write(pack_record(dataclasses.replace(record, id=ordinal)))
     manifest = {"count": count, "captions": packed.captions, "context_length": packed.context_length}
     rec.with_suffix(".manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return open_packed(rec)
+
+
+def _over_and_over(recs: Sequence[Path]) -> Iterator[Record]:
+    """Yield the records of all files in order, for ever."""
+    for rec in itertools.cycle(recs):
+        with RecordReader(rec) as reader:
+            for ordinal in range(len(reader)):
+                yield reader.record(ordinal)

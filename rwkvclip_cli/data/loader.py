@@ -3,7 +3,7 @@
 >>> for batch in TrainLoader(open_packed("pairs.rec"), spec, epoch=0): ...
 
 B is the batch of one rank, S the image's side, T the context length. Every rank runs the same number of steps and no
-record comes twice in an epoch: the records of an epoch are a window of a whole number of global batches over the file,
+record comes twice in an epoch: the records of an epoch are a window of a whole number of global batches over the set,
 and the next epoch's window begins where this one ended, so what is left out moves on.
 """
 
@@ -50,7 +50,7 @@ class LoaderSpec:
 
 @dataclass(frozen=True)
 class Batch:
-    """images (B, 3, S, S) float32, normalised; tokens (B, T) int64; records (B,) int64, their ordinals in the file."""
+    """images (B, 3, S, S) float32, normalised; tokens (B, T) int64; records (B,) int64, their ordinals in the set."""
 
     images: Tensor
     tokens: Tensor
@@ -76,17 +76,17 @@ def steps_per_epoch(packed: PackedSet, spec: LoaderSpec) -> int:
 
 
 def epoch_window(count: int, used: int, epoch: int) -> list[tuple[int, int]]:
-    """The records of an epoch as one or two half-open ranges of ordinals, in file order.
+    """The records of an epoch as one or two half-open ranges of ordinals, in the order in which they are read.
 
-    Windows of `used` records follow each other around the file, so that after any number of epochs no record has been
+    Windows of `used` records follow each other around the set, so that after any number of epochs no record has been
     seen more than once more often than another.
 
     >>> epoch_window(10, 8, 0), epoch_window(10, 8, 1)
-    ([(0, 8)], [(0, 6), (8, 10)])
+    ([(0, 8)], [(8, 10), (0, 6)])
     """
     start = epoch * used % count
     end = start + used
-    return [(start, end)] if end <= count else [(0, end - count), (start, count)]
+    return [(start, end)] if end <= count else [(start, count), (0, end - count)]
 
 
 def caption_slots(
@@ -115,11 +115,11 @@ class TrainLoader:
     def __init__(self, packed: PackedSet, spec: LoaderSpec, *, epoch: int, state: bytes | None = None) -> None:
         self.packed, self.spec, self.epoch = packed, spec, epoch
         self.steps = steps_per_epoch(packed, spec)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        used = self.steps * spec.batch_size * spec.world_size
         self._pipe = _build(
             packed,
             spec,
-            self._epoch_index(),
+            epoch_window(packed.count, used, epoch),
             seed=pipeline_seed(spec.seed, epoch, spec.rank),
             shard=(spec.rank + epoch) % spec.world_size,
             state=state,
@@ -129,16 +129,6 @@ class TrainLoader:
 
     def __len__(self) -> int:
         return self.steps
-
-    def _epoch_index(self) -> Path:
-        """The index that DALI reads: the data set's own, or a copy that holds this epoch's window."""
-        used = self.steps * self.spec.batch_size * self.spec.world_size
-        if used == self.packed.count:
-            return self.packed.idx
-        self._folder = tempfile.TemporaryDirectory(prefix="rwkvclip-index-")
-        path = Path(self._folder.name) / "epoch.idx"
-        self.packed.write_index(path, epoch_window(self.packed.count, used, self.epoch))
-        return path
 
     def batches(self, done: int = 0) -> Iterator[Batch]:
         """Yield the epoch's batches; `done` is how many an earlier run took before `state` was saved."""
@@ -155,10 +145,8 @@ class TrainLoader:
         return saved
 
     def close(self) -> None:
-        """Free the pipeline and its files."""
+        """Free the pipeline."""
         del self._pipe
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 class EpochLoaders:
@@ -192,12 +180,12 @@ class EpochLoaders:
 
 
 def eval_batches(packed: PackedSet, spec: LoaderSpec, *, caption_slot: int) -> Iterator[Batch]:
-    """Yield every record once, in file order, with one caption slot; the last batch may be short."""
+    """Yield every record once, in order, with one caption slot; the last batch may be short."""
     if caption_slot >= packed.captions:
         raise UsageError(
             f"--caption-slot {caption_slot}: records of {packed.rec} have slots 0 to {packed.captions - 1}"
         )
-    pipe = _build(packed, spec, packed.idx, seed=0, shard=0, state=None, training=False)
+    pipe = _build(packed, spec, [(0, packed.count)], seed=0, shard=0, state=None, training=False)
     for first in range(0, packed.count, spec.batch_size):
         pipe.schedule_run()
         images, tokens, records = _take(pipe, packed, spec)
@@ -213,14 +201,43 @@ def loader_threads(workers: int | None, local_world_size: int) -> int:
 def _build(
     packed: PackedSet,
     spec: LoaderSpec,
-    index: Path,
+    window: list[tuple[int, int]],
     *,
     seed: int,
     shard: int,
     state: bytes | None,
     training: bool = True,
 ) -> Any:
-    """The pipeline of one epoch: images, label floats and each record's place in the file."""
+    """The pipeline over the records in `window`: images, label floats and each record's file and place in it."""
+    # DALI reads the index while the pipeline is built, and only then.
+    with tempfile.TemporaryDirectory(prefix="rwkvclip-index-") as folder:
+        index = Path(folder) / "epoch.idx"
+        recs = packed.write_index(index, window)
+        pipe = _define(spec, recs, index, seed=seed, shard=shard, state=state, training=training)
+        try:
+            pipe.build()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            if state is not None:
+                raise RwkvClipError(
+                    f"DALI could not go back to the saved place in {packed.rec}: {reason}",
+                    hint="resume with the nvidia-dali release that saved it, or from a checkpoint at an epoch's end",
+                ) from error
+            raise RwkvClipError(f"DALI could not open {packed.rec}: {reason}", hint=f"ls -l {recs[0]}") from error
+    return pipe
+
+
+def _define(
+    spec: LoaderSpec,
+    recs: list[Path],
+    index: Path,
+    *,
+    seed: int,
+    shard: int,
+    state: bytes | None,
+    training: bool,
+) -> Any:
+    """The same, not built yet: `recs` are the files that `index` takes for one."""
     from nvidia.dali import Pipeline, fn, types
 
     on_gpu = spec.device_id is not None
@@ -235,7 +252,7 @@ def _build(
     )
     with pipe:
         jpegs, labels = fn.readers.mxnet(
-            path=[str(packed.rec)],
+            path=[str(rec) for rec in recs],
             index_path=[str(index)],
             num_shards=spec.world_size if training else 1,
             shard_id=shard,
@@ -271,16 +288,6 @@ def _build(
             mirror=mirror,
         )
         pipe.set_outputs(images, labels, place)
-    try:
-        pipe.build()
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        if state is not None:
-            raise RwkvClipError(
-                f"DALI could not go back to the saved place in {packed.rec}: {reason}",
-                hint="resume with the nvidia-dali release that saved it, or from a checkpoint at an epoch's end",
-            ) from error
-        raise RwkvClipError(f"DALI could not open {packed.rec}: {reason}", hint=f"ls -l {packed.rec}") from error
     return pipe
 
 
@@ -297,8 +304,7 @@ def _take(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tenso
             f"{packed.rec} holds a record that DALI cannot read: {_dali_reason(error)}",
             hint=f"rwkvclip inspect {packed.rec} --verify",
         ) from error
-    offsets = [int(bytes(np.asarray(places.at(i))).rsplit(b" ", 1)[1]) for i in range(len(places))]
-    records = packed.ordinals(np.array(offsets, dtype=np.int64))
+    records = packed.ordinals(bytes(np.asarray(places.at(i))) for i in range(len(places)))
     host_labels = torch.from_numpy(np.array(labels.as_tensor()))
     _check_tokens(host_labels, records, packed, spec)
     if spec.device_id is None:

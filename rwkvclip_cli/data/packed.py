@@ -3,8 +3,9 @@
 >>> open_packed("pairs.rec").count
 """
 
-import json
+import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,26 +13,37 @@ from typing import Any
 
 import numpy as np
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.record_index import read_index
 from rwkvclip_cli.data.recordio import MAGIC
+from rwkvclip_cli.data.shards import SetFiles, Shard, locate
 
-FIRST_WORDS = struct.Struct("<III")  # of a record: magic, flag and length, number of label values
+FIRST_WORDS = struct.Struct("<IIIfQ")  # of a record: magic, flag and length, number of label values, label, id
+SOURCE_INFO = b" at index "  # what DALI writes between the path of a .rec and a record's offset in it
+BLOCK_RECORDS = 1 << 20
 NEWLINE = ord("\n")
 SCAN_BYTES = 1 << 24
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
 
+Offsets = np.ndarray[Any, np.dtype[np.int64]]
+
+
 @dataclass(frozen=True)
 class PackedSet:
-    """A .rec file, its index and its manifest."""
+    """The .rec files of a set as one run of records, and its manifest.
+
+    rec: the name of the set. recs: its files in order. starts: (files + 1,) where each begins in all of them
+    joined, the end included. offsets: (count,) byte offset of each record in the joined files, rising.
+    """
 
     rec: Path
-    idx: Path
+    recs: tuple[Path, ...]
     captions: int
     context_length: int
     manifest: dict[str, Any]
-    offsets: np.ndarray[Any, np.dtype[np.int64]]  # (count,) byte offset of each record, rising
+    starts: Offsets
+    offsets: Offsets
 
     @property
     def count(self) -> int:
@@ -39,30 +51,50 @@ class PackedSet:
         return len(self.offsets)
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of all .rec files."""
+        return int(self.starts[-1])
+
+    @property
     def content_hash(self) -> str | None:
-        """What the manifest says about the bytes of the .rec file; None without a manifest."""
+        """What the manifest says about the bytes of the joined .rec files; None without a manifest."""
         value = self.manifest.get("content_hash")
         return None if value is None else str(value)
 
-    def ordinals(self, offsets: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Byte offsets (B,) -> the records' ordinals in the file (B,)."""
+    @cached_property
+    def _start_of(self) -> dict[bytes, int]:
+        return {os.fsencode(rec): int(start) for rec, start in zip(self.recs, self.starts[:-1], strict=True)}
+
+    def ordinals(self, places: Iterable[bytes]) -> Offsets:
+        """What DALI calls the source of each record (B), `PATH at index OFFSET` -> the records' ordinals (B,)."""
+        split = (place.rsplit(SOURCE_INFO, 1) for place in places)
+        offsets = np.array([self._start_of[path] + int(offset) for path, offset in split], dtype=np.int64)
         found = np.searchsorted(self.offsets, offsets)
         if found.size and (found.max() >= self.count or not np.array_equal(self.offsets[found], offsets)):
-            raise RwkvClipError(f"{self.rec}: the reader returned a record that is not in {self.idx}")
+            raise RwkvClipError(f"{self.rec}: the reader returned a record that is not in its index")
         return found.astype(np.int64)
 
-    @cached_property
-    def _line_starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where each record's line starts in the index, the end included: (count + 1,)."""
-        return line_starts(self.idx)
+    def write_index(self, path: Path, ranges: list[tuple[int, int]]) -> list[Path]:
+        """Write the index by which DALI reads the records in `ranges` of ordinals, half-open, one range after another.
 
-    def write_index(self, path: Path, ranges: list[tuple[int, int]]) -> None:
-        """Write an index of the records in the half-open, rising `ranges` of ordinals alone."""
-        with self.idx.open("rb") as source, path.open("wb") as target:
+        Returns the files to give to DALI with it. It takes them for one file, in which a record lasts until the next
+        one that the index has. So a range that begins before its predecessor ends has files of its own, though they be
+        the same ones: then nothing lies between two records, and what is left out is never read.
+        """
+        files: list[Path] = []
+        joined_bytes = 0
+        with path.open("w", encoding="ascii") as index:
             for first, end in ranges:
-                source.seek(int(self._line_starts[first]))
-                lines = source.read(int(self._line_starts[end] - self._line_starts[first]))
-                target.write(lines if lines.endswith(b"\n") else lines + b"\n")
+                borders = np.searchsorted(self.offsets, self.starts).clip(first, end)
+                for number in np.flatnonzero(borders[1:] > borders[:-1]):
+                    moved_by = joined_bytes - int(self.starts[number])
+                    for block in range(int(borders[number]), int(borders[number + 1]), BLOCK_RECORDS):
+                        part = self.offsets[block : min(block + BLOCK_RECORDS, int(borders[number + 1]))] + moved_by
+                        # DALI looks at the offsets alone.
+                        index.write("0\t" + "\n0\t".join(map(str, part.tolist())) + "\n")
+                    files.append(self.recs[number])
+                    joined_bytes += int(self.starts[number + 1] - self.starts[number])
+        return files
 
 
 def line_starts(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -77,78 +109,86 @@ def line_starts(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def open_packed(path: str | Path) -> PackedSet:
-    """Open OUT.rec with the index and manifest beside it.
+    """Open a packed set by any name that `shards.locate` knows, with the indexes and the manifest beside it.
 
-    Raises RwkvClipError where a file is missing, the index is damaged or it does not fit the records.
+    Raises RwkvClipError where a file is missing, an index is damaged, or they do not fit each other.
     """
-    rec = Path(path)
-    if rec.suffix != ".rec":
-        raise RwkvClipError(f"{rec}: not a packed .rec file", hint=f"rwkvclip pack {rec} data.rec")
-    idx = rec.with_suffix(".idx")
-    if not rec.is_file():
-        raise UsageError(f"{rec}: no such file", hint=f"rwkvclip pack SOURCE... {rec}")
-    if not idx.is_file():
-        raise RwkvClipError(f"{idx}: no such file", hint=f"rwkvclip inspect {rec} --rebuild-index")
-    offsets = _read_offsets(rec, idx)
-    size_bytes = rec.stat().st_size
-    manifest = _read_manifest(rec.with_suffix(".manifest.json"))
+    files = locate(path)
+    if files.fault:
+        raise RwkvClipError(f"{files.manifest_path}: damaged manifest: {files.fault}")
+    files.check_there()
+    offsets, starts = [], [0]
+    for shard in files.shards:
+        offsets.append(_read_offsets(shard, files) + starts[-1])
+        starts.append(starts[-1] + shard.rec.stat().st_size)
     captions, context_length = LABEL_WIDTH_PUBLISHED
-    if manifest:
-        captions, context_length = manifest["captions"], manifest["context_length"]
-        if manifest.get("size_bytes", size_bytes) != size_bytes:
-            raise RwkvClipError(
-                f"{rec} has {size_bytes:,} bytes, its manifest says {manifest['size_bytes']}: cut off or replaced",
-                hint=f"copy it again, or: rwkvclip pack SOURCE... {rec} --overwrite",
-            )
-        if manifest["count"] != len(offsets):
-            raise RwkvClipError(
-                f"{idx} lists {len(offsets):,} records, {rec.with_suffix('.manifest.json').name} says "
-                f"{manifest['count']:,}: the files beside {rec.name} are not of one pack",
-                hint=f"rwkvclip pack SOURCE... {rec} --overwrite",
-            )
-    _check_label_width(rec, int(offsets[0]), captions, context_length)
-    return PackedSet(rec, idx, captions, context_length, manifest, offsets)
+    if files.manifest:
+        captions, context_length = files.manifest["captions"], files.manifest["context_length"]
+    for shard, start, of_shard in zip(files.shards, starts, offsets, strict=False):
+        _check_first_record(shard, files, int(of_shard[0]) - start, captions, context_length)
+    return PackedSet(
+        files.name,
+        tuple(shard.rec for shard in files.shards),
+        captions,
+        context_length,
+        files.manifest,
+        np.array(starts, dtype=np.int64),
+        np.concatenate(offsets),
+    )
 
 
-def _check_label_width(rec: Path, first_offset: int, captions: int, context_length: int) -> None:
-    """Compare what the first record holds with what the manifest promises, or the published layout without one."""
+def _check_first_record(shard: Shard, files: SetFiles, first_offset: int, captions: int, context_length: int) -> None:
+    """Compare what a file's first record holds with what the manifest promises, or the published layout without one."""
+    rec = shard.rec
     with rec.open("rb") as file:
         file.seek(first_offset)
         head = file.read(FIRST_WORDS.size)
-    magic, _, labels = FIRST_WORDS.unpack(head) if len(head) == FIRST_WORDS.size else (0, 0, 0)
+    magic, _, labels, _, number = FIRST_WORDS.unpack(head) if len(head) == FIRST_WORDS.size else (0, 0, 0, 0, 0)
     if magic != MAGIC:
         raise RwkvClipError(
-            f"{rec}: no record at byte {first_offset:,}, where its index has the first one",
-            hint=f"rwkvclip pack SOURCE... {rec} --overwrite",
+            f"{rec}: no record at byte {first_offset:,}, where its index has the first one", hint=_again(files)
         )
     if labels != captions * context_length:
         raise RwkvClipError(
             f"{rec}: its first record has {labels} label values, not {captions} captions of {context_length} tokens "
             f"({captions * context_length})",
-            hint=f'put {{"count": N, "captions": C, "context_length": T}} into '
-            f"{rec.with_suffix('.manifest.json')}, with C x T = {labels}",
+            hint=f'put {{"count": N, "captions": C, "context_length": T}} into {files.manifest_path}, '
+            f"with C x T = {labels}",
+        )
+    if "shards" in files.manifest and number != shard.first:
+        raise RwkvClipError(
+            f"{rec} begins with record {number:,}, where {files.manifest_path.name} has record {shard.first:,}: "
+            "shards are exchanged, or not of one pack",
+            hint=f"rwkvclip inspect {files.name} --verify",
         )
 
 
-def _read_offsets(rec: Path, idx: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The offsets of an index, none of them outside its .rec file."""
+def _again(files: SetFiles) -> str:
+    return f"rwkvclip pack SOURCE... {files.rec} --overwrite"
+
+
+def _read_offsets(shard: Shard, files: SetFiles) -> Offsets:
+    """The offsets of a shard's index, none of them outside the file, and as many as the manifest says."""
+    rec, idx = shard.rec, shard.idx
+    if not idx.is_file():
+        raise RwkvClipError(f"{idx}: no such file", hint=f"rwkvclip inspect {files.name} --rebuild-index")
     offsets = np.array(read_index(idx), dtype=np.int64)
-    rebuild = f"rwkvclip pack SOURCE... {rec} --overwrite"
     if not offsets.size:
-        raise RwkvClipError(f"{idx}: the index is empty", hint=rebuild)
+        raise RwkvClipError(f"{idx}: the index is empty", hint=_again(files))
     size_bytes = rec.stat().st_size
     if offsets[-1] >= size_bytes:
         raise RwkvClipError(
-            f"{idx}: offset {offsets[-1]:,} lies outside the {size_bytes:,} bytes of {rec.name}", hint=rebuild
+            f"{idx}: offset {offsets[-1]:,} lies outside the {size_bytes:,} bytes of {rec.name}", hint=_again(files)
+        )
+    if shard.size_bytes not in (None, size_bytes):
+        raise RwkvClipError(
+            f"{rec} has {size_bytes:,} bytes, its manifest says {shard.size_bytes}: cut off or replaced",
+            hint=f"copy it again, or: {_again(files)}",
+        )
+    if shard.count not in (None, len(offsets)):
+        raise RwkvClipError(
+            f"{idx} lists {len(offsets):,} records, {files.manifest_path.name} says "
+            f"{shard.count:,}: the files beside {rec.name} are not of one pack",
+            hint=_again(files),
         )
     return offsets
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        return {**manifest, **{name: int(manifest[name]) for name in ("captions", "context_length", "count")}}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RwkvClipError(f"{path}: damaged manifest: {error!r}") from None

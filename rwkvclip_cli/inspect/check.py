@@ -1,14 +1,15 @@
-"""Every record of a .rec checked on its own: framing, header, labels, checksum, and the image as pack proves it.
+"""Every record of a set checked on its own: framing, header, labels, checksum, and the image as pack proves it.
 
->>> for checked in check_records(file, beside, listing, pool_prover("decode", beside, workers=2), log): ...
+>>> for checked in check_records(beside, pool_prover("decode", beside, workers=2), log): ...
 
-One pass in constant memory: the file, its index and its list of sources are read side by side.
+One pass in constant memory: the files, their indexes and the list of sources are read side by side.
 """
 
+import math
 import zlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +23,8 @@ from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
 from rwkvclip_cli.data.packing.worker import WorkerOptions
 from rwkvclip_cli.data.recordio import HEADER_BYTES, Record, unpack_record
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
-from rwkvclip_cli.inspect.files import Beside, Origin, Sources
-from rwkvclip_cli.inspect.index import Listing
+from rwkvclip_cli.inspect.files import Beside, Origin, Part, Sources
+from rwkvclip_cli.inspect.index import Listing, read_listing
 from rwkvclip_cli.inspect.scan import Damage, RecFile, Whole
 
 # Takes samples and gives what would become of each in a pack, in order; None judges by the bytes alone.
@@ -42,11 +43,15 @@ WHY_NOT = {
 
 @dataclass
 class Checked:
-    """A record or damaged stretch. record: None where none could be read. end: where the next one begins."""
+    """A record or damaged stretch. record: None where none could be read.
 
+    number: in the pack, as header and list of sources have it. offset: in its file, None where that is missing.
+    """
+
+    part: Part
     ordinal: int
-    offset: int
-    end: int
+    number: int
+    offset: int | None
     origin: Origin | None
     record: Record | None
     faults: list[Fault] = field(default_factory=list)
@@ -59,7 +64,7 @@ class Checked:
     def add(self, kind: str, message: str) -> None:
         """Note a fault of this record."""
         source = None if self.origin is None else self.origin.source
-        self.faults.append(Fault(kind, message, self.ordinal, self.offset, source))
+        self.faults.append(Fault(kind, message, self.ordinal, self.offset, source, shard=self.part.name))
 
 
 def pool_prover(proof: str, beside: Beside, workers: int) -> Prover | None:
@@ -77,17 +82,12 @@ def pool_prover(proof: str, beside: Beside, workers: int) -> Prover | None:
     return prove
 
 
-def check_records(
-    file: RecFile, beside: Beside, listing: Listing | None, prover: Prover | None, log: FaultLog
-) -> Iterator[Checked]:
-    """Yield every record and damaged stretch in file order; `log` takes their faults and those of the index.
-
-    listing: the index, None where there is none to compare with.
-    """
+def check_records(beside: Beside, prover: Prover | None, log: FaultLog) -> Iterator[Checked]:
+    """Yield every record and damaged stretch in order; `log` takes their faults and those of indexes and sources."""
     waiting: deque[Checked] = deque()
 
     def items() -> Iterator[Item]:
-        for checked in _read_all(file, beside, listing, log):
+        for checked in _read_all(beside, log):
             waiting.append(checked)
             if checked.record is None:
                 yield Ignored("")
@@ -117,59 +117,133 @@ def _judge(checked: Checked, outcome: Outcome) -> None:
         checked.add("image", WHY_NOT.get(outcome.kept, other))
 
 
-def _read_all(file: RecFile, beside: Beside, listing: Listing | None, log: FaultLog) -> Iterator[Checked]:
-    """What there is in the file, or should be, numbered, with all faults but those of the images."""
-    known = listing.offsets if listing else ()
-    ordinal = position = 0
-    with Sources(beside.rec) as sources:
-        for found in file.scan(known, beside.width or None):
-            checked = Checked(ordinal, found.offset, found.end, sources.at(ordinal), None)
+def _read_all(beside: Beside, log: FaultLog) -> Iterator[Checked]:
+    """What there is in the files, or should be, numbered, with all faults but those of the images."""
+    number = beside.files.first_number
+    with Sources(beside.files.rec) as sources:
+        for part in beside.parts:
+            number = number if part.shard.first is None else part.shard.first
+            number = yield from _PartReader(beside, part, sources, log).read(number)
+        listed = sources.count()
+        if sources.fault:
+            log.add(Fault("sources", sources.fault))
+        # It lists the records of all shards.
+        elif listed is not None and (listed < number if beside.files.is_part else listed != number):
+            log.add(Fault("sources", f"it lists {listed:,} records; the other files have {number:,}"))
+
+
+class _PartReader:
+    """Reads one file beside its index and the list of sources."""
+
+    def __init__(self, beside: Beside, part: Part, sources: Sources, log: FaultLog) -> None:
+        self._beside, self._part, self._sources, self._log = beside, part, sources, log
+        self._listing: Listing | None = None
+        if part.idx is None:
+            return
+        if part.idx.is_file():
+            self._listing = read_listing(part.idx)
+            log.take_in(self._listing.faults, part.name)
+        else:
+            log.add(Fault("index-missing", f"there is no {part.idx.name}", shard=part.name))
+
+    def read(self, number: int) -> Generator[Checked, None, int]:
+        """Yield what there is, or should be, from record `number` of the pack on; return the number behind it."""
+        if self._part.rec is None:
+            end = number + (self._part.shard.count or 0)
+            for lost in range(number, end):
+                yield self._missing(lost, None, "missing-shard", f"{self._part.shard.rec.name} is not there")
+            return end
+        with RecFile(self._part.rec) as file:
+            return (yield from self._read(file, number))
+
+    def _read(self, file: RecFile, number: int) -> Generator[Checked, None, int]:
+        listing, position = self._listing, 0
+        known = listing.offsets if listing else ()
+        for found in file.scan(known, self._beside.width or None):
+            checked = self._checked(number, found.offset)
             if listing is not None:
-                position = _compare(checked, listing, position, log)
-            ordinal += 1
+                position = self._compare(checked, listing, position)
+            number += 1
             if isinstance(found, Whole):
-                _check_payload(checked, found, beside)
+                _check_payload(checked, found, self._beside)
                 yield checked
                 continue
             checked.add(found.kind, found.message)
             yield checked
             end = position if listing is None else bisect_left(listing.offsets, found.end, lo=position)
-            if end == position and beside.is_ours:
-                ordinal = _number_behind(file, found, ordinal)
+            if end == position and self._beside.is_ours:
+                number = _number_behind(file, found, number)
             while listing is not None and position < end:
-                lost = Checked(ordinal, listing.offsets[position], found.end, sources.at(ordinal), None)
-                lost.add("lost", f"lies in the damage that begins at byte {found.offset:,}")
-                yield lost
-                position, ordinal = position + 1, ordinal + 1
-        yield from _read_behind(file, listing, position, ordinal, sources, log)
+                what = f"lies in the damage that begins at byte {found.offset:,}"
+                yield self._missing(number, listing.offsets[position], "lost", what)
+                position, number = position + 1, number + 1
+        if not file.size_bytes:
+            self._log.add(Fault("cut-off", "the .rec is empty", shard=self._part.name))
+        return (yield from self._read_behind(file.size_bytes, position, number))
 
+    def _checked(self, number: int, offset: int | None) -> Checked:
+        ordinal = number - self._beside.files.first_number
+        return Checked(self._part, ordinal, number, offset, self._sources.at(number), None)
 
-def _compare(checked: Checked, listing: Listing, position: int, log: FaultLog) -> int:
-    """Compare a record's offset with the index from `position` on; return the position behind it."""
-    offsets = listing.offsets
-    while position < len(offsets) and offsets[position] < checked.offset:
-        message = f"offset {offsets[position]:,} lies within record {checked.ordinal - 1}; no record begins there"
-        log.add(Fault("index-foreign", message, line=listing.line(position)))
+    def _missing(self, number: int, offset: int | None, kind: str, message: str) -> Checked:
+        """A record that cannot be read, with its one fault."""
+        checked = self._checked(number, offset)
+        checked.add(kind, message)
+        return checked
+
+    def _foreign(self, listing: Listing, position: int, record: int) -> None:
+        message = f"offset {listing.offsets[position]:,} lies within record {record}; no record begins there"
+        self._log.add(Fault("index-foreign", message, line=listing.line(position), shard=self._part.name))
+
+    def _compare(self, checked: Checked, listing: Listing, position: int) -> int:
+        """Compare a record's offset with the index from `position` on; return the position behind it."""
+        offsets = listing.offsets
+        assert checked.offset is not None
+        while position < len(offsets) and offsets[position] < checked.offset:
+            self._foreign(listing, position, checked.ordinal - 1)
+            position += 1
+        if position == len(offsets) or offsets[position] != checked.offset:
+            checked.add("index-missing", "the index does not list it")
+            return position
         position += 1
-    if position == len(offsets) or offsets[position] != checked.offset:
-        checked.add("index-missing", "the index does not list it")
+        while position < len(offsets) and offsets[position] == checked.offset:
+            message = f"lists record {checked.ordinal} at byte {checked.offset:,} again"
+            line = listing.line(position)
+            self._log.add(Fault("index-duplicate", message, line=line, shard=self._part.name))
+            position += 1
         return position
-    position += 1
-    while position < len(offsets) and offsets[position] == checked.offset:
-        message = f"lists record {checked.ordinal} at byte {checked.offset:,} again"
-        log.add(Fault("index-duplicate", message, line=listing.line(position)))
-        position += 1
-    return position
+
+    def _read_behind(self, size_bytes: int, position: int, number: int) -> Generator[Checked, None, int]:
+        """The records that index or list of sources have behind the end of the file, each as one that is cut off."""
+        listing, shard = self._listing, self._part.shard
+        while listing is not None and position < len(listing.offsets):
+            offset, line = listing.offsets[position], listing.line(position)
+            if offset < size_bytes:
+                self._foreign(listing, position, number - self._beside.files.first_number - 1)
+            else:
+                what = f"line {line} of the index has it here, but the file ends at byte {size_bytes:,}"
+                yield self._missing(number, offset, "cut-off", what)
+                number += 1
+            position += 1
+        if shard.first is not None and shard.count is not None:
+            end: float = shard.first + shard.count
+        else:
+            end = math.inf if self._part is self._beside.parts[-1] else number
+        while listing is None and number < end and self._sources.at(number) is not None:
+            what = "the list of sources has it, but the file ends here"
+            yield self._missing(number, size_bytes, "cut-off", what)
+            number += 1
+        return number
 
 
-def _number_behind(file: RecFile, damage: Damage, ordinal: int) -> int:
+def _number_behind(file: RecFile, damage: Damage, number: int) -> int:
     """The number of the record behind damage of which no index tells: its own id, where that is possible."""
     following = file.read(damage.end) if damage.end < file.size_bytes else ""
     if isinstance(following, str):
-        return ordinal
+        return number
     own = int.from_bytes(following.payload[8:16], "little")
     fitting = (damage.end - damage.offset) // HEADER_BYTES
-    return own if ordinal <= own <= ordinal + fitting else ordinal
+    return own if number <= own <= number + fitting else number
 
 
 def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
@@ -187,9 +261,9 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
             f"{len(record.labels)} labels, not {beside.captions} captions of {beside.context_length} ({beside.width})",
         )
     # Bytes, because a label of -0.0 equals 0.0.
-    number = bytes(4) + checked.ordinal.to_bytes(8, "little") + bytes(8)
+    number = bytes(4) + checked.number.to_bytes(8, "little") + bytes(8)
     if beside.is_ours and found.payload[4:HEADER_BYTES] != number:
-        checked.add("header", f"id {record.id}, id2 {record.id2}, label {record.label:g}, not {checked.ordinal}, 0, 0")
+        checked.add("header", f"id {record.id}, id2 {record.id2}, label {record.label:g}, not {checked.number}, 0, 0")
     labels = np.frombuffer(found.payload, "<f4", len(record.labels), HEADER_BYTES)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         bad = np.flatnonzero(~((labels >= 0) & (labels < VOCAB_SIZE) & (labels == np.floor(labels))))
@@ -202,33 +276,3 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
         checksum = zlib.crc32(memoryview(found.payload)[HEADER_BYTES:])
         if checksum != checked.origin.checksum:
             checked.add("checksum", f"CRC-32 {checksum:08x}, packed with {checked.origin.checksum:08x}")
-
-
-def _read_behind(
-    file: RecFile, listing: Listing | None, position: int, ordinal: int, sources: Sources, log: FaultLog
-) -> Iterator[Checked]:
-    """The records that index or list of sources have behind the end of the file, each as one that is cut off."""
-    size_bytes = file.size_bytes
-    while listing is not None and position < len(listing.offsets):
-        offset, line = listing.offsets[position], listing.line(position)
-        if offset < size_bytes:
-            message = f"offset {offset:,} lies within record {ordinal - 1}; no record begins there"
-            log.add(Fault("index-foreign", message, line=line))
-        else:
-            beyond = Checked(ordinal, offset, offset, sources.at(ordinal), None)
-            beyond.add("cut-off", f"line {line} of the index has it here, but the file ends at byte {size_bytes:,}")
-            yield beyond
-            ordinal += 1
-        position += 1
-    while listing is None and (origin := sources.at(ordinal)) is not None:
-        beyond = Checked(ordinal, size_bytes, size_bytes, origin, None)
-        beyond.add("cut-off", "the list of sources has it, but the file ends here")
-        yield beyond
-        ordinal += 1
-    listed = sources.count()
-    if sources.fault:
-        log.add(Fault("sources", sources.fault))
-    elif listed is not None and listed != ordinal:
-        log.add(Fault("sources", f"it lists {listed:,} records; the other files have {ordinal:,}"))
-    if not size_bytes:
-        log.add(Fault("cut-off", "the .rec is empty"))

@@ -1,6 +1,6 @@
 """`rwkvclip inspect DATA.rec --export FOLDER`: images as they lie and their captions, as `pack` reads them back.
 
->>> export(file, beside, "folder", None).count
+>>> export(beside, "folder", None).count
 59
 
 Record 12 becomes 00000/00000012.jpg beside 00000/00000012.json: {"captions": [...], "record": 12, "source": ...}.
@@ -16,8 +16,8 @@ from rwkvclip_cli.console import RwkvClipError, UsageError, progress
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.recordio import Record, unpack_record
 from rwkvclip_cli.inspect.files import Beside, Sources
-from rwkvclip_cli.inspect.scan import RecFile
-from rwkvclip_cli.inspect.summary import decode_captions, list_offsets, read_range
+from rwkvclip_cli.inspect.records import Records
+from rwkvclip_cli.inspect.summary import decode_captions, read_range
 
 FOLDER_RECORDS = 10_000
 SUFFIXES = ((b"\xff\xd8\xff", ".jpg"), (b"\x89PNG", ".png"), (b"GIF8", ".gif"), (b"BM", ".bmp"))
@@ -32,7 +32,7 @@ class Exported:
     changed: int
 
 
-def export(file: RecFile, beside: Beside, folder: str, wanted: str | None) -> Exported:
+def export(beside: Beside, folder: str, wanted: str | None) -> Exported:
     """Write the records of a range (None: all) into a new or empty folder, which appears whole or not at all.
 
     Raises UsageError where there is something in the folder, RwkvClipError at a damaged record or a full disk.
@@ -42,19 +42,19 @@ def export(file: RecFile, beside: Beside, folder: str, wanted: str | None) -> Ex
         raise UsageError(f"--export {folder}: exists and is no empty folder", "--export ANOTHER_FOLDER")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"--export {folder}: no folder {target.parent}", f"mkdir -p {target.parent}")
-    offsets = list_offsets(file, beside)
-    ordinals = range(len(offsets)) if wanted is None else read_range(wanted, len(offsets))
     aside = target.absolute().with_name(f".{target.absolute().name}.partial-{os.getpid()}")
     changed = 0
     try:
-        with Sources(beside.rec) as sources, progress(len(ordinals), "exporting", "records") as bar:
-            aside.mkdir()
-            for ordinal in ordinals:
-                origin = sources.at(ordinal)
-                source = None if origin is None else origin.source
-                record = _read(file, beside, ordinal, offsets[ordinal])
-                changed += _write(aside, ordinal, record, source, beside)
-                bar.advance()
+        with Records(beside) as records, Sources(beside.files.rec) as sources:
+            ordinals = range(records.count) if wanted is None else read_range(wanted, records.count)
+            with progress(len(ordinals), "exporting", "records") as bar:
+                aside.mkdir()
+                for ordinal in ordinals:
+                    origin = sources.at(beside.files.first_number + ordinal)
+                    source = None if origin is None else origin.source
+                    record = _read(records, beside, ordinal)
+                    changed += _write(aside, ordinal, record, source, beside)
+                    bar.advance()
         os.rename(aside, target)
     except OSError as error:
         raise RwkvClipError(f"cannot write {folder}: {error.strerror}", f"df -h {target.absolute().parent}") from error
@@ -63,10 +63,11 @@ def export(file: RecFile, beside: Beside, folder: str, wanted: str | None) -> Ex
     return Exported(folder, len(ordinals), changed)
 
 
-def _read(file: RecFile, beside: Beside, ordinal: int, offset: int) -> Record:
-    found = file.read(offset)
-    where = f"{file.path}: record {ordinal} at byte {offset:,}"
-    verify = f"rwkvclip inspect {file.path} --verify"
+def _read(records: Records, beside: Beside, ordinal: int) -> Record:
+    found, place = records.read(ordinal), records.place(ordinal)
+    where = f"{place.part.rec or place.part.shard.rec}: record {ordinal}"
+    where += "" if place.offset is None else f" at byte {place.offset:,}"
+    verify = f"rwkvclip inspect {beside.files.name} --verify"
     if isinstance(found, str):
         raise RwkvClipError(f"{where} is damaged: {found}", verify)
     try:
@@ -89,7 +90,7 @@ def _write(folder: Path, ordinal: int, record: Record, source: str | None, besid
         captions = decode_captions(record, beside.context_length)
     except ValueError as error:
         raise RwkvClipError(
-            f"record {ordinal} of {beside.rec}: {error}", f"rwkvclip inspect {beside.rec} --verify"
+            f"record {ordinal} of {beside.files.name}: {error}", f"rwkvclip inspect {beside.files.name} --verify"
         ) from None
     document: dict[str, object] = {"captions": captions, "record": ordinal}
     if source is not None:

@@ -6,12 +6,14 @@
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 KINDS = {
     "framing": "the parts of a record are out of order: magic, flag or length",
     "cut-off": "the .rec ends within a record, or before a record that the index or the manifest has",
+    "missing-shard": "a record is in a shard that is not there",
+    "misplaced-shard": "a shard holds the records of another one",
     "lost": "a record that the index has lies in a damaged stretch",
     "padding": "the zeros behind a record's data are something else, or missing",
     "header": "the header's label, id or id2 is not what pack writes",
@@ -33,7 +35,10 @@ KEPT_FAULTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. record: ordinal in the file; offset: of the record, in bytes; line: of the index, from 1."""
+    """One fault. record: ordinal in the set; offset: of the record, in bytes; line: of the index, from 1.
+
+    shard: the .rec that it is in, where the set has several.
+    """
 
     kind: str
     message: str
@@ -41,15 +46,17 @@ class Fault:
     offset: int | None = None
     source: str | None = None
     line: int | None = None
+    shard: str | None = None
 
     def document(self) -> dict[str, Any]:
         """What is known of it, for JSON."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
-        place = f"line {self.line} of the index" if self.line is not None else ""
-        if self.record is not None:
-            place += f"{', ' if place else ''}record {self.record}"
+        places = [self.shard] if self.shard is not None else []
+        places += [f"line {self.line} of the index"] if self.line is not None else []
+        places += [f"record {self.record}"] if self.record is not None else []
+        place = ", ".join(places)
         if self.offset is not None:
             place += f" at byte {self.offset:,}"
         if self.source is not None:
@@ -70,6 +77,11 @@ class FaultLog:
         self.counts[fault.kind] += 1
         if len(self.first) < KEPT_FAULTS:
             self.first.append(fault)
+
+    def take_in(self, other: "FaultLog", shard: str | None) -> None:
+        """Take in the faults that were found in a shard."""
+        self.counts += other.counts
+        self.first += [replace(fault, shard=shard) for fault in other.first[: KEPT_FAULTS - len(self.first)]]
 
     @property
     def total(self) -> int:

@@ -1,14 +1,13 @@
 """The files of a packed data set as they lie, damaged or missing ones included; nothing here raises for damage.
 
->>> beside = read_beside(RecFile(Path("pairs.rec")))
+>>> beside = read_beside(locate("pairs.rec"))
 >>> beside.width, beside.missing
 (231, ('pairs.sources.tsv',))
 """
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,38 +16,69 @@ from typing import Any, BinaryIO, Self
 
 from rwkvclip_cli.data.packed import LABEL_WIDTH_PUBLISHED
 from rwkvclip_cli.data.packing.output import SUFFIXES
-from rwkvclip_cli.inspect.scan import RecFile, Whole, label_count
+from rwkvclip_cli.data.recordio import HEADER_BYTES
+from rwkvclip_cli.data.shards import SetFiles, Shard
+from rwkvclip_cli.inspect.faults import Fault
+from rwkvclip_cli.inspect.scan import PART, RecFile, Whole, label_count
 
 SAMPLED_RECORDS = 16
-MAX_MANIFEST_BYTES = 1 << 26
 MAX_LINE_BYTES = 1 << 16
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What lies beside a .rec.
+class Part:
+    """The records of one shard. shard: what the manifest says of it, the file's name included.
 
-    manifest: {} without a readable one; fault: what is wrong with it. captions, context_length, width (their product):
-    of the manifest, else as most of the first records say; 0 where there is no record.
+    rec: the file that holds them, under whatever name; None where none does. name: of that file, as faults call it;
+    None where the user has named it.
     """
 
-    rec: Path
-    manifest: dict[str, Any]
-    fault: str
+    shard: Shard
+    rec: Path | None
+    name: str | None
+
+    @property
+    def idx(self) -> Path | None:
+        """The index of the file."""
+        return None if self.rec is None else self.rec.with_suffix(".idx")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A set as it lies.
+
+    parts: its records in order. misplaced: a fault for each file that does not hold the records of its name.
+    captions, context_length, width (their product): of the manifest, else as most of the first records say; 0 where
+    there is no record. missing: names of files that are not there.
+    """
+
+    files: SetFiles
+    parts: tuple[Part, ...]
+    misplaced: tuple[Fault, ...]
     captions: int
     context_length: int
     missing: tuple[str, ...]
 
     @property
-    def idx(self) -> Path:
-        """The index."""
-        return path_beside(self.rec, "idx")
+    def manifest(self) -> dict[str, Any]:
+        """What the manifest says; {} without a readable one."""
+        return self.files.manifest
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the manifest."""
+        return f"{self.files.manifest_path.name} is damaged: {self.files.fault}" if self.files.fault else ""
 
     @property
     def width(self) -> int:
         """Labels of a record."""
         return self.captions * self.context_length
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all .rec files that are there."""
+        return sum(part.rec.stat().st_size for part in self.parts if part.rec is not None)
 
     @property
     def is_ours(self) -> bool:
@@ -57,41 +87,74 @@ class Beside:
 
 
 def path_beside(rec: Path, part: str) -> Path:
-    """The path of a part (a key of `output.SUFFIXES`) of the set whose records are in `rec`."""
+    """The path of a part (a key of `output.SUFFIXES`) of the set OUT.rec."""
     return rec.with_name(rec.name.removesuffix(".rec") + SUFFIXES[part])
 
 
-def read_beside(file: RecFile) -> Beside:
-    """Read the manifest beside `file` and see what is missing."""
-    manifest, fault = _read_manifest(path_beside(file.path, "manifest"))
-    if manifest:
-        captions, context_length = manifest["captions"], manifest["context_length"]
+def read_beside(files: SetFiles) -> Beside:
+    """See which files hold the records of a set, how its records are laid out, and what is missing."""
+    parts, misplaced = _arrange(files)
+    if files.manifest:
+        captions, context_length = files.manifest["captions"], files.manifest["context_length"]
     else:
-        captions, context_length = _layout(_usual_width(file))
-    paths = [path_beside(file.path, part) for part in SUFFIXES]
+        captions, context_length = _layout(_usual_width(parts))
+    paths = [shard.idx for shard in files.shards]
+    paths += [path_beside(files.rec, part) for part in ("manifest", "rejects", "sources")]
+    paths += [shard.rec for shard in files.shards]
     missing = tuple(path.name for path in paths if not path.is_file())
-    return Beside(file.path, manifest, fault, captions, context_length, missing)
+    return Beside(files, parts, misplaced, captions, context_length, missing)
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
-    if not path.is_file():
-        return {}, ""
-    try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(MAX_MANIFEST_BYTES).decode("utf-8"))
-        counted = {name: document[name] for name in ("captions", "context_length", "count")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return {}, f"{path.name} is damaged: {error!r}"[:300]
-    for name, value in counted.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**48:
-            return {}, f"{path.name} is damaged: {name} is {value!r}"[:300]
-    return document, ""
+def _arrange(files: SetFiles) -> tuple[tuple[Part, ...], tuple[Fault, ...]]:
+    """Put each file at the place of the records that it holds; a file whose place is taken is left out."""
+    holders = {shard.rec: shard.rec for shard in files.shards if shard.rec.exists()}
+    strangers: dict[Path, Path] = {}
+    if "shards" in files.manifest:
+        places = {shard.rec: _place_of(shard, files.shards) for shard in files.shards if shard.rec in holders}
+        strangers = {rec: place for rec, place in places.items() if place != rec}
+    for rec in strangers:
+        del holders[rec]
+    for rec, place in strangers.items():
+        holders.setdefault(place, rec)
+    parts = []
+    for shard in files.shards:
+        holder = holders.get(shard.rec)
+        parts.append(Part(shard, holder, files.shown(holder or shard.rec)))
+    faults = [
+        Fault("misplaced-shard", f"it holds the records of {place.name}", shard=rec.name)
+        for rec, place in strangers.items()
+    ]
+    return tuple(parts), tuple(faults)
 
 
-def _usual_width(file: RecFile) -> int:
-    records = (found for found in file.scan() if isinstance(found, Whole))
-    counts = Counter(label_count(record.payload) for record in islice(records, SAMPLED_RECORDS))
-    return max(counts.most_common(1)[0][0], 0) if counts else 0
+def _place_of(shard: Shard, shards: Sequence[Shard]) -> Path:
+    """The shard whose records lie under this one's name: itself, where its first records do not agree on another."""
+    with RecFile(shard.rec) as file:
+        if file.pread(PART.size + HEADER_BYTES, 0)[PART.size + 8 : PART.size + 16] == _number_bytes(shard.first):
+            return shard.rec
+        records = islice((found for found in file.scan() if isinstance(found, Whole)), SAMPLED_RECORDS)
+        firsts = Counter(int.from_bytes(found.payload[8:16], "little") - at for at, found in enumerate(records))
+        first, agreeing = firsts.most_common(1)[0] if firsts else (shard.first, 0)
+        place = next((other for other in shards if other.first == first), shard)
+        # One record alone may have a damaged number.
+        return place.rec if agreeing > 1 or place.size_bytes == file.size_bytes else shard.rec
+
+
+def _number_bytes(number: int | None) -> bytes:
+    """A record's number as its header has it."""
+    return (number or 0).to_bytes(8, "little")
+
+
+def _usual_width(parts: Sequence[Part]) -> int:
+    for part in parts:
+        if part.rec is None:
+            continue
+        with RecFile(part.rec) as file:
+            records = (found for found in file.scan() if isinstance(found, Whole))
+            counts = Counter(label_count(record.payload) for record in islice(records, SAMPLED_RECORDS))
+        if counts:
+            return max(counts.most_common(1)[0][0], 0)
+    return 0
 
 
 def _layout(width: int) -> tuple[int, int]:
@@ -115,6 +178,7 @@ class Sources:
     """OUT.sources.tsv read forwards, as the records are. Without the file, or behind damage in it, nothing is known."""
 
     def __init__(self, rec: Path) -> None:
+        """Of the set OUT.rec."""
         self._path = path_beside(rec, "sources")
         self._file: BinaryIO | None = None
         self._ahead: tuple[int, Origin] | None = None

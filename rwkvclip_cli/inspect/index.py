@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkvclip_cli.console import RwkvClipError, progress
+from rwkvclip_cli.console import Progress, RwkvClipError, progress
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
-from rwkvclip_cli.inspect.files import read_beside
+from rwkvclip_cli.inspect.files import Beside, Part
 from rwkvclip_cli.inspect.scan import Damage, RecFile
 
 LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?")
@@ -99,42 +99,56 @@ def _check_keys(listing: Listing, keys: "array[int]", lines: "array[int]") -> No
         last = key
 
 
-def rebuild_index(rec: Path) -> tuple[Path, int]:
-    """Write the .idx of a .rec anew, in one step, from the heads of its records; return its path and their count.
+def rebuild_indexes(beside: Beside) -> list[tuple[Path, int]]:
+    """Write the .idx of every .rec of a set anew; return their paths, each with its count of records.
 
-    Raises RwkvClipError at the first damage: where the next record begins would be a guess. The same where the manifest
-    counts other records than there are.
+    Raises RwkvClipError for the first one that is missing, damaged or of another length than the manifest says, once
+    all the others are done.
     """
-    with RecFile(rec) as file:
-        beside = read_beside(file)
-        salvage = f"rwkvclip inspect {rec} --salvage OUT.rec"
-        aside = beside.idx.with_name(f".{beside.idx.name}.partial-{os.getpid()}")
-        count = 0
-        try:
-            with (
-                aside.open("w", encoding="ascii", newline="\n") as index,
-                progress(beside.manifest.get("count"), "walking", "records") as bar,
-            ):
-                for found in file.walk():
-                    if isinstance(found, Damage):
-                        raise RwkvClipError(
-                            f"{rec}: record {count} at byte {found.offset:,} is damaged: {found.message}", salvage
-                        )
-                    index.write(f"{count}\t{found}\n")
-                    count += 1
-                    bar.advance()
-                if not count:
-                    raise RwkvClipError(f"{rec} is empty: there is no record to list")
-                if beside.manifest and beside.manifest["count"] != count:
+    done = []
+    fault: RwkvClipError | None = None
+    with progress(beside.manifest.get("count"), "walking", "records") as bar:
+        for part in beside.parts:
+            try:
+                done.append(_rebuild_index(part, f"rwkvclip inspect {beside.files.name} --salvage OUT.rec", bar))
+            except RwkvClipError as error:
+                fault = fault or error
+    if fault is not None:
+        raise fault
+    return done
+
+
+def _rebuild_index(part: Part, salvage: str, bar: Progress) -> tuple[Path, int]:
+    """Write one .idx anew, in one step, from the heads of the records.
+
+    Raises RwkvClipError at the first damage: where the next record begins would be a guess.
+    """
+    rec = part.rec
+    if rec is None:
+        raise RwkvClipError(f"{part.shard.rec}: no such file, but the manifest lists it", salvage)
+    idx = rec.with_suffix(".idx")
+    aside = idx.with_name(f".{idx.name}.partial-{os.getpid()}")
+    count = 0
+    try:
+        with RecFile(rec) as file, aside.open("w", encoding="ascii", newline="\n") as index:
+            for found in file.walk():
+                if isinstance(found, Damage):
                     raise RwkvClipError(
-                        f"{rec} holds {count:,} records, its manifest says {beside.manifest['count']:,}", salvage
+                        f"{rec}: record {count} at byte {found.offset:,} is damaged: {found.message}", salvage
                     )
-                index.flush()
-                os.fsync(index.fileno())
-            os.replace(aside, beside.idx)
-        except OSError as error:
-            raise RwkvClipError(f"cannot write {beside.idx}: {error.strerror}", f"df -h {rec.parent}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-    return beside.idx, count
+                index.write(f"{count}\t{found}\n")
+                count += 1
+                bar.advance()
+            if not count:
+                raise RwkvClipError(f"{rec} is empty: there is no record to list")
+            if part.shard.count not in (None, count):
+                raise RwkvClipError(f"{rec} holds {count:,} records, its manifest says {part.shard.count:,}", salvage)
+            index.flush()
+            os.fsync(index.fileno())
+        os.replace(aside, idx)
+    except OSError as error:
+        raise RwkvClipError(f"cannot write {idx}: {error.strerror}", f"df -h {rec.parent}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+    return idx, count

@@ -61,7 +61,7 @@ def plan(packed: PackedSet, options: InspectConfig) -> dict[str, Any]:
 
 def _left_out(count: int, window: list[tuple[int, int]]) -> list[list[int]]:
     """The half-open ranges of ordinals that a window leaves out."""
-    borders = [0, *(border for span in window for border in span), count]
+    borders = [0, *(border for span in sorted(window) for border in span), count]
     return [[start, end] for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
 
 

@@ -5,24 +5,38 @@
 
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
 from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.samples import printable
+from rwkvclip_cli.data.shards import locate
 from rwkvclip_cli.inspect.check import Prover, pool_prover
 from rwkvclip_cli.inspect.export import export
 from rwkvclip_cli.inspect.faults import KEPT_FAULTS, Fault
 from rwkvclip_cli.inspect.files import Beside, read_beside
-from rwkvclip_cli.inspect.index import rebuild_index
+from rwkvclip_cli.inspect.index import rebuild_indexes
 from rwkvclip_cli.inspect.salvage import salvage
-from rwkvclip_cli.inspect.scan import RecFile
 from rwkvclip_cli.inspect.summary import describe_records, summarize
 from rwkvclip_cli.inspect.verify import Verdict, verify
 
 SHOWN_FAULTS = 20
+SHOWN_STATISTICS = {
+    "kept": "images as they lie",
+    "image_format": "images as they came",
+    "image_width": "image width",
+    "image_height": "image height",
+    "image_bytes": "image bytes",
+    "captions_a_record": "captions a record",
+    "caption_tokens": "tokens a caption",
+    "captions_truncated": "captions cut to the context length",
+    "captions_dropped": "captions beyond the slots",
+    "captions_blank": "captions that were blank",
+    "captions_repeated": "captions that an earlier one equals",
+    "rejected": "rejected",
+}
+SPREADS = frozenset({"image_width", "image_height", "image_bytes", "captions_a_record", "caption_tokens"})
 
 
 @dataclass(frozen=True)
@@ -36,27 +50,23 @@ class Report:
 
 def inspect_data(options: InspectConfig) -> Report:
     """Do what the options ask for. Damage is a result; RwkvClipError says what could not be done because of it."""
-    rec = Path(options.data)
     if options.plan:
         from rwkvclip_cli.inspect.plan import plan, plan_text  # brings torch, which no other mode needs
 
-        found = plan(open_packed(rec), options)
+        found = plan(open_packed(options.data), options)
         return _report(options, "plan", found, plan_text(found))
+    beside = read_beside(locate(options.data))
     if options.rebuild_index:
-        idx, count = rebuild_index(rec)
-        text = f"{printable(str(idx))}: {count:,} records"
-        return _report(options, "rebuild-index", {"index": printable(str(idx)), "records": count}, text)
-    with RecFile(rec) as file:
-        beside = read_beside(file)
-        if options.verify:
-            return _verify(options, file, beside, _prover(options, beside))
-        if options.salvage is not None:
-            return _salvage(options, file, beside, _prover(options, beside))
-        if options.export is not None:
-            return _export(options, file, beside)
-        if options.records is not None:
-            return _records(options, file, beside)
-        return _summary(options, file, beside)
+        return _rebuild(options, beside)
+    if options.verify:
+        return _verify(options, beside, _prover(options, beside))
+    if options.salvage is not None:
+        return _salvage(options, beside, _prover(options, beside))
+    if options.export is not None:
+        return _export(options, beside)
+    if options.records is not None:
+        return _records(options, beside)
+    return _summary(options, beside)
 
 
 def _report(options: InspectConfig, mode: str, found: dict[str, Any], text: str, failed: bool = False) -> Report:
@@ -69,14 +79,22 @@ def _prover(options: InspectConfig, beside: Beside) -> Prover | None:
     return pool_prover(options.proof, beside, options.workers or cores)
 
 
-def _verify(options: InspectConfig, file: RecFile, beside: Beside, prover: Prover | None) -> Report:
-    verdict = verify(file, beside, prover)
+def _rebuild(options: InspectConfig, beside: Beside) -> Report:
+    done = rebuild_indexes(beside)
+    indexes = [{"index": printable(str(idx)), "records": count} for idx, count in done]
+    text = "\n".join(f"{each['index']}: {each['records']:,} records" for each in indexes)
+    found = {"indexes": indexes, "records": sum(count for _, count in done)}
+    return _report(options, "rebuild-index", found, text)
+
+
+def _verify(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
+    verdict = verify(beside, prover)
     faults = [fault.document() for fault in verdict.log.first]
     found = {
         "sound": verdict.is_sound,
         "records": verdict.records,
         "sound_records": verdict.sound,
-        "size_bytes": file.size_bytes,
+        "size_bytes": beside.size_bytes,
         "proof": options.proof,
         "checksums": verdict.checksums,
         "content_hash_checked": verdict.hashed,
@@ -85,10 +103,10 @@ def _verify(options: InspectConfig, file: RecFile, beside: Beside, prover: Prove
         "faults_left_off": verdict.log.total - len(faults),
         "missing": list(beside.missing),
     }
-    return _report(options, "verify", found, _verdict_text(options, file, verdict), not verdict.is_sound)
+    return _report(options, "verify", found, _verdict_text(options, beside, verdict), not verdict.is_sound)
 
 
-def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> str:
+def _verdict_text(options: InspectConfig, beside: Beside, verdict: Verdict) -> str:
     proved = {
         "decode": "every image decoded in DALI",
         "structure": "every image's markers walked",
@@ -97,7 +115,7 @@ def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> st
     name = printable(options.data)
     basis = [proved[options.proof], *(["content hash compared"] if verdict.hashed else [])]
     basis += ["captions and images compared with their checksums"] if verdict.checksums else []
-    head = f"{name}: {verdict.records:,} records, {file.size_bytes:,} bytes; {', '.join(basis)}"
+    head = f"{name}: {verdict.records:,} records, {beside.size_bytes:,} bytes; {', '.join(basis)}"
     if verdict.is_sound:
         return f"{head}\nsound"
     lines = [head, f"{verdict.log.total:,} faults, {verdict.sound:,} records without one"]
@@ -108,9 +126,9 @@ def _verdict_text(options: InspectConfig, file: RecFile, verdict: Verdict) -> st
     return "\n".join(lines)
 
 
-def _salvage(options: InspectConfig, file: RecFile, beside: Beside, prover: Prover | None) -> Report:
+def _salvage(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
     assert options.salvage is not None
-    saved = salvage(file, beside, prover, options.salvage)
+    saved = salvage(beside, prover, options.salvage)
     lost = sum(saved.lost.values())
     lines = [f"{printable(saved.out)}: {saved.kept:,} records kept, {saved.before:,} of them before the first damage"]
     lines.append(f"lost: {lost:,}" + (", each named in the .rejects.jsonl beside it" if lost else ""))
@@ -119,9 +137,9 @@ def _salvage(options: InspectConfig, file: RecFile, beside: Beside, prover: Prov
     return _report(options, "salvage", found, "\n".join(lines))
 
 
-def _export(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+def _export(options: InspectConfig, beside: Beside) -> Report:
     assert options.export is not None
-    written = export(file, beside, options.export, options.records)
+    written = export(beside, options.export, options.records)
     folder = printable(written.folder)
     lines = [f"{folder}: {written.count:,} images, each with its captions in a .json"]
     if written.changed:
@@ -129,12 +147,13 @@ def _export(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
     return _report(options, "export", asdict(written) | {"folder": folder}, "\n".join(lines))
 
 
-def _records(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
+def _records(options: InspectConfig, beside: Beside) -> Report:
     assert options.records is not None
-    described = describe_records(file, beside, options.records)
+    described = describe_records(beside, options.records)
     lines = []
     for entry in described:
-        head = f"record {entry['record']} at byte {entry['offset']:,}"
+        head = f"{entry['shard']}, record {entry['record']}" if "shard" in entry else f"record {entry['record']}"
+        head += f" at byte {entry['offset']:,}" if "offset" in entry else ""
         if "format" in entry:
             size = f"{entry['width']}x{entry['height']}"
             head += f": {entry['format']} {size}, {entry['image_bytes']:,} bytes"
@@ -145,10 +164,13 @@ def _records(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
     return _report(options, "records", {"records": described}, "\n".join(lines) or "no records", failed)
 
 
-def _summary(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
-    found = summarize(file, beside)
+def _summary(options: InspectConfig, beside: Beside) -> Report:
+    found = summarize(beside)
     name, manifest = printable(options.data), found["manifest"]
     lines = [f"{name}: {found['records']:,} records, {found['size_bytes']:,} bytes"]
+    shards = [part.shard.rec.name for part in beside.parts if part.name is not None]
+    if shards:
+        lines.append(f"  shards: {len(shards):,}, {shards[0]} to {shards[-1]}")
     lines.append(
         f"  labels: {found['label_width']}, {found['captions']} captions of {found['context_length']} token ids"
     )
@@ -160,15 +182,29 @@ def _summary(options: InspectConfig, file: RecFile, beside: Beside) -> Report:
         lines.append(f"  order: {'shuffled' if manifest['shuffled'] else 'as in the sources'}")
     if "rejects" in manifest:
         lines.append(f"  rejects: {manifest['rejects']}")
-    kept = found["statistics"].get("kept") if isinstance(found["statistics"], dict) else None
-    if isinstance(kept, dict):
-        lines += [f"  {how}: {count}" for how, count in kept.items()]
+    lines += _statistics_lines(found["statistics"])
     if "content_hash" in manifest:
         lines.append(f"  content hash: {manifest['content_hash']}")
     if found["missing"]:
         lines.append(f"  missing: {', '.join(found['missing'])}")
     lines += [f"  fault: {Fault(**fault)}" for fault in found["faults"]]
     return _report(options, "summary", found, "\n".join(lines), bool(found["faults"]))
+
+
+def _statistics_lines(statistics: object) -> list[str]:
+    """What the manifest's statistics say, as far as they are there."""
+    known = statistics if isinstance(statistics, dict) else {}
+    lines = []
+    for name, words in SHOWN_STATISTICS.items():
+        value = known.get(name)
+        if isinstance(value, dict) and name in SPREADS:
+            shown = ", ".join(f"{each} {value.get(each)}" for each in ("min", "mean", "max"))
+        elif isinstance(value, dict):
+            shown = ", ".join(f"{each} {count}" for each, count in value.items())
+        else:
+            shown = str(value)
+        lines += [f"  {words}: {shown}"] if name in known and value != {} else []
+    return lines
 
 
 def _name_of(tokenizer: object) -> str:

@@ -1,6 +1,6 @@
-"""`rwkvclip inspect DATA.rec --salvage OUT.rec`: every record that is still sound, as a new set.
+"""`rwkvclip inspect DATA.rec --salvage OUT.rec`: every record that is still sound, of all shards, in one new file.
 
->>> salvage(file, beside, prover, "saved.rec").kept
+>>> salvage(beside, prover, "saved.rec").kept
 57
 """
 
@@ -18,10 +18,9 @@ from rwkvclip_cli.data.recordio import Record, RecordWriter, pack_record
 from rwkvclip_cli.inspect.check import MENDABLE, Checked, Prover, check_records
 from rwkvclip_cli.inspect.faults import FaultLog
 from rwkvclip_cli.inspect.files import Beside, path_beside
-from rwkvclip_cli.inspect.index import read_listing
-from rwkvclip_cli.inspect.scan import RecFile
 
 FORMAT_VERSION = 1
+NOT_SALVAGED = ("statistics", "shards", "shard_size")
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,14 @@ class Salvaged:
     lost: dict[str, int]
 
 
-def salvage(file: RecFile, beside: Beside, prover: Prover | None, out: str) -> Salvaged:
-    """Write what is sound in `file` to OUT.rec and the files beside it, numbered anew; `file` stays as it is.
+def salvage(beside: Beside, prover: Prover | None, out: str) -> Salvaged:
+    """Write what is sound to OUT.rec and the files beside it, numbered anew; the damaged set stays as it is.
 
     Raises RwkvClipError where nothing is sound, UsageError where OUT exists.
     """
-    if Path(out).absolute() == file.path.absolute():
+    files = beside.files
+    if Path(out).absolute() in {path.absolute() for path in (files.rec, *(shard.rec for shard in files.shards))}:
         raise UsageError(f"--salvage {out}: that is the damaged file itself", "--salvage ANOTHER.rec")
-    log = FaultLog()
-    listing = read_listing(beside.idx) if beside.idx.is_file() else None
     kept = before = 0
     lost: Counter[str] = Counter()
     with OutputSet(out, overwrite=False) as output:
@@ -52,7 +50,7 @@ def salvage(file: RecFile, beside: Beside, prover: Prover | None, out: str) -> S
             RecordWriter(output.partial["rec"], output.partial["idx"]) as writer,
             progress(beside.manifest.get("count"), "salvaging", "records") as bar,
         ):
-            for checked in check_records(file, beside, listing, prover, log):
+            for checked in check_records(beside, prover, FaultLog()):
                 bar.advance(1, f"{lost.total():,} lost" if lost else "")
                 if not checked.is_usable or checked.record is None:
                     _leave_out(checked, lost, output)
@@ -63,10 +61,10 @@ def salvage(file: RecFile, beside: Beside, prover: Prover | None, out: str) -> S
                 kept += 1
                 before += not lost
         if not kept:
-            raise RwkvClipError(f"{file.path}: no record is sound, nothing to salvage", f"ls -l {file.path}")
+            raise RwkvClipError(f"{files.name}: no record is sound, nothing to salvage", f"ls -l {files.shards[0].rec}")
         content_hash = FollowingHash(output.partial["rec"]).update()
         size_bytes = output.partial["rec"].stat().st_size
-        manifest = _manifest(file, beside, kept, copied, lost) | {
+        manifest = _manifest(beside, kept, copied, lost) | {
             "size_bytes": size_bytes,
             "content_hash": content_hash,
         }
@@ -83,11 +81,15 @@ def _leave_out(checked: Checked, lost: Counter[str], output: OutputSet) -> None:
 
 
 def _copy_rejects(beside: Beside, output: OutputSet) -> int:
-    """Carry the rejects of the pack over; return how many."""
+    """Carry the rejects of the pack over; return how many. Nobody knows which of them belong to one shard alone."""
     count = 0
+    if beside.files.is_part:
+        return count
     with (
         contextlib.suppress(OSError),
-        path_beside(beside.rec, "rejects").open(encoding="utf-8", errors="backslashreplace", newline="\n") as file,
+        path_beside(beside.files.rec, "rejects").open(
+            encoding="utf-8", errors="backslashreplace", newline="\n"
+        ) as file,
     ):
         for line in file:
             if line.endswith("\n"):
@@ -104,9 +106,9 @@ def _source_line(ordinal: int, checked: Checked) -> str:
     return f"{ordinal}\t{origin.source}\t{origin.kept}{checksum}\n"
 
 
-def _manifest(file: RecFile, beside: Beside, kept: int, copied: int, lost: Counter[str]) -> dict[str, Any]:
+def _manifest(beside: Beside, kept: int, copied: int, lost: Counter[str]) -> dict[str, Any]:
     """The damaged set's manifest with what has changed; statistics of all its records would no longer be true."""
-    manifest = {key: value for key, value in beside.manifest.items() if key != "statistics"}
+    manifest = {key: value for key, value in beside.manifest.items() if key not in NOT_SALVAGED}
     return {
         "format_version": FORMAT_VERSION,
         **manifest,
@@ -114,5 +116,5 @@ def _manifest(file: RecFile, beside: Beside, kept: int, copied: int, lost: Count
         "captions": beside.captions,
         "context_length": beside.context_length,
         "rejects": copied + lost.total(),
-        "salvaged": {"from": file.path.name, "kept": kept, "lost": lost.total()},
+        "salvaged": {"from": beside.files.name.name, "kept": kept, "lost": lost.total()},
     }

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.record_index import open_to_read
 from rwkvclip_cli.data.recordio import (
     FIRST,
@@ -69,10 +69,6 @@ class RecFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.suffix != ".rec":
-            raise UsageError(f"{path}: not a packed .rec file", hint=f"rwkvclip pack {path} data.rec")
-        if not os.path.lexists(path):
-            raise UsageError(f"{path}: no such file", hint=f"rwkvclip pack SOURCE... {path}")
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise RwkvClipError(f"{path} is no regular file; records are read by their place in it")
         self._file = open_to_read(path)

@@ -1,11 +1,10 @@
 """`rwkvclip inspect DATA.rec`, alone or with --records: what a set holds, without reading all of it.
 
->>> summarize(file, read_beside(file))["records"]
+>>> summarize(read_beside(locate("pairs.rec")))["records"]
 59
 """
 
 import re
-from array import array
 from typing import Any
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
@@ -13,38 +12,36 @@ from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.images import read_header
 from rwkvclip_cli.data.packing.samples import BadImage
 from rwkvclip_cli.data.recordio import Record, unpack_record
-from rwkvclip_cli.inspect.faults import Fault
-from rwkvclip_cli.inspect.files import Beside, Sources
+from rwkvclip_cli.inspect.faults import Fault, FaultLog
+from rwkvclip_cli.inspect.files import Beside, Part, Sources
 from rwkvclip_cli.inspect.index import read_listing
-from rwkvclip_cli.inspect.scan import Damage, RecFile
+from rwkvclip_cli.inspect.records import Records, list_offsets
+from rwkvclip_cli.inspect.scan import Whole
 
 RANGE = re.compile(r"(-?\d+)?(:(-?\d+)?)?")
 MANIFEST_FACTS = ("format_version", "tokenizer", "sources", "shuffled", "rejects", "content_hash", "salvaged")
 
 
-def summarize(file: RecFile, beside: Beside) -> dict[str, Any]:
+def summarize(beside: Beside) -> dict[str, Any]:
     """Counts, layout, what the manifest says and what is missing. `faults` holds what is plainly wrong already."""
-    faults = []
-    if beside.idx.is_file():
-        listing = read_listing(beside.idx)
-        records, faults = len(listing.offsets), list(listing.faults.first)
-        if records and listing.offsets[-1] >= file.size_bytes:
-            message = f"the index goes on to byte {listing.offsets[-1]:,}, the file to {file.size_bytes:,}"
-            faults.append(Fault("cut-off", message))
-        elif not records and file.size_bytes:
-            faults.append(Fault("index-missing", f"{beside.idx.name} lists no record"))
-    else:
-        found = list_offsets(file, beside)
-        records = len(found)
+    faults = list(beside.misplaced)
+    records = 0
+    shards = []
+    for part in beside.parts:
+        found, wrong = _summarize_part(part, beside)
+        shards.append({"rec": part.shard.rec.name, "records": found})
+        records += found
+        faults += wrong
     manifest = beside.manifest
     if beside.fault:
         faults.append(Fault("manifest", beside.fault))
-    for name, here in (("count", records), ("size_bytes", file.size_bytes)):
+    for name, here in (("count", records), ("size_bytes", beside.size_bytes)):
         if name in manifest and manifest[name] != here:
             faults.append(Fault("manifest", f"its {name} is {manifest[name]}, not {here}"))
     return {
         "records": records,
-        "size_bytes": file.size_bytes,
+        "size_bytes": beside.size_bytes,
+        "shards": shards,
         "captions": beside.captions,
         "context_length": beside.context_length,
         "label_width": beside.width,
@@ -55,24 +52,25 @@ def summarize(file: RecFile, beside: Beside) -> dict[str, Any]:
     }
 
 
-def list_offsets(file: RecFile, beside: Beside) -> "array[int]":
-    """The offsets of all records: of a sound index, else from walking the file.
-
-    Raises RwkvClipError where that meets damage.
-    """
-    if beside.idx.is_file():
-        listing = read_listing(beside.idx)
-        if listing.offsets and not listing.faults.total:
-            return listing.offsets
-    offsets = array("Q")
-    for found in file.walk():
-        if isinstance(found, Damage):
-            raise RwkvClipError(
-                f"{file.path}: record {len(offsets)} at byte {found.offset:,} is damaged: {found.message}",
-                f"rwkvclip inspect {file.path} --verify",
-            )
-        offsets.append(found)
-    return offsets
+def _summarize_part(part: Part, beside: Beside) -> tuple[int, list[Fault]]:
+    """How many records a file has, by its index if there is one, and what is plainly wrong with it."""
+    if part.rec is None:
+        return 0, [Fault("missing-shard", f"{part.shard.rec.name} is not there", shard=part.name)]
+    if part.idx is None or not part.idx.is_file():
+        return len(list_offsets(part, beside)), []
+    listing, size_bytes = read_listing(part.idx), part.rec.stat().st_size
+    log = FaultLog()
+    log.take_in(listing.faults, part.name)
+    records = len(listing.offsets)
+    if records and listing.offsets[-1] >= size_bytes:
+        message = f"the index goes on to byte {listing.offsets[-1]:,}, the file to {size_bytes:,}"
+        log.add(Fault("cut-off", message, shard=part.name))
+    elif not records and size_bytes:
+        log.add(Fault("index-missing", f"{part.idx.name} lists no record", shard=part.name))
+    if part.shard.count not in (None, records) and part.name is not None:
+        message = f"it says {part.shard.count:,} records, {part.idx.name} lists {records:,}"
+        log.add(Fault("manifest", message, shard=part.name))
+    return records, log.first
 
 
 def read_range(text: str, count: int) -> range:
@@ -93,22 +91,22 @@ def read_range(text: str, count: int) -> range:
     return range(number % count, number % count + 1)
 
 
-def describe_records(file: RecFile, beside: Beside, wanted: str) -> list[dict[str, Any]]:
+def describe_records(beside: Beside, wanted: str) -> list[dict[str, Any]]:
     """The records of a range: captions decoded, the image's format and size, where it came from, or what is wrong."""
-    offsets = list_offsets(file, beside)
     described = []
-    with Sources(beside.rec) as sources:
-        for ordinal in read_range(wanted, len(offsets)):
-            entry: dict[str, Any] = {"record": ordinal, "offset": offsets[ordinal]}
-            origin = sources.at(ordinal)
+    with Records(beside) as records, Sources(beside.files.rec) as sources:
+        for ordinal in read_range(wanted, records.count):
+            place = records.place(ordinal)
+            entry: dict[str, Any] = {"record": ordinal, "offset": place.offset, "shard": place.part.name}
+            entry = {name: value for name, value in entry.items() if value is not None}
+            origin = sources.at(beside.files.first_number + ordinal)
             if origin is not None:
                 entry |= {"source": origin.source, "kept": origin.kept}
-            described.append(entry | _describe(file, offsets[ordinal], beside))
+            described.append(entry | _describe(records.read(ordinal), beside))
     return described
 
 
-def _describe(file: RecFile, offset: int, beside: Beside) -> dict[str, Any]:
-    found = file.read(offset)
+def _describe(found: Whole | str, beside: Beside) -> dict[str, Any]:
     if isinstance(found, str):
         return {"fault": found}
     try:

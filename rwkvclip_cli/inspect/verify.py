@@ -1,17 +1,18 @@
 """`rwkvclip inspect DATA.rec --verify`: is this set what was packed, and will every record train?
 
->>> verify(Path("pairs.rec")).total
-0
+>>> verify(read_beside(locate("pairs.rec")), None).is_sound
+True
 """
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass
 
 from rwkvclip_cli.console import progress
 from rwkvclip_cli.inspect.check import Prover, check_records
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
-from rwkvclip_cli.inspect.files import Beside
-from rwkvclip_cli.inspect.index import Listing, read_listing
+from rwkvclip_cli.inspect.files import Beside, Part
+from rwkvclip_cli.inspect.index import read_listing
 from rwkvclip_cli.inspect.scan import RecFile
 
 HASH_BYTES = 1 << 20
@@ -19,7 +20,7 @@ HASH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification found. records: whole ones in the file; sound: those of them without a fault of their own."""
+    """What a verification found. records: whole ones; sound: those of them without a fault of their own."""
 
     records: int
     sound: int
@@ -33,66 +34,101 @@ class Verdict:
         return not self.log.total
 
 
-def verify(file: RecFile, beside: Beside, prover: Prover | None) -> Verdict:
-    """Check the index against the records in both directions, every record, the manifest and the hash."""
+def verify(beside: Beside, prover: Prover | None) -> Verdict:
+    """Check the indexes against the records in both directions, every record, the manifest and the hashes."""
     log = FaultLog()
-    listing = _listing(beside, log)
+    for fault in beside.misplaced:
+        log.add(fault)
     records = sound = checksums = 0
-    expected = beside.manifest.get("count") if beside.manifest else (len(listing.offsets) or None if listing else None)
-    content = _Content(file) if beside.is_ours else None
-    with progress(expected, "verifying", "records") as bar:
-        for checked in check_records(file, beside, listing, prover, log):
+    content = _Content(beside, log) if beside.is_ours else None
+    with progress(_expected(beside), "verifying", "records") as bar:
+        for checked in check_records(beside, prover, log):
             records += checked.record is not None
             sound += checked.record is not None and not checked.faults
             checksums += checked.origin is not None and checked.origin.checksum is not None
             if content is not None:
-                content.take_in(checked.end)
+                content.take_in(checked.part, checked.offset or 0)
             bar.advance(1, f"{log.total:,} faults" if log.total else "")
     if beside.fault:
         log.add(Fault("manifest", beside.fault))
-    _check_manifest(file, beside, records, log)
-    if content is not None and content.digest() != beside.manifest["content_hash"]:
-        message = f"SHA-256 {content.digest()}, packed with {str(beside.manifest['content_hash'])[:64]}"
-        log.add(Fault("content-hash", message))
+    _check_manifest(beside, records, log)
+    if content is not None:
+        content.finish()
     return Verdict(records, sound, log, content is not None, checksums)
 
 
 class _Content:
-    """The SHA-256 of a file, a megabyte at a time while it is in memory anyway."""
+    """The SHA-256 of each file and of all of them, a megabyte at a time while it is in memory anyway."""
 
-    def __init__(self, file: RecFile) -> None:
-        self._file, self._sha256, self._done = file, hashlib.sha256(), 0
+    def __init__(self, beside: Beside, log: FaultLog) -> None:
+        self._beside, self._log = beside, log
+        self._waiting = deque(beside.parts)
+        self._total = hashlib.sha256()
+        self._are_right = True
+        self._file: RecFile | None = None
+        self._sha256 = self._total
+        self._done = 0
 
-    def take_in(self, end: int, at_least: int = HASH_BYTES) -> None:
-        """Read on to `end`, which may lie before or behind what there is; not for less than `at_least` bytes."""
+    def take_in(self, part: Part, end: int) -> None:
+        """Read on to byte `end` of the file of a part, behind all of those before."""
+        while self._waiting[0] is not part:
+            self._finish_part()
+        self._read(end, HASH_BYTES)
+
+    def finish(self) -> None:
+        """Read what is left, and note the files that are not what the manifest has the hash of."""
+        while self._waiting:
+            self._finish_part()
+        # The hash of one file that is wrong has been told already.
+        if self._are_right and self._total.hexdigest() != self._beside.manifest["content_hash"]:
+            self._note(self._total.hexdigest(), self._beside.manifest["content_hash"], None)
+
+    def _finish_part(self) -> None:
+        part = self._waiting[0]
+        size_bytes = part.rec.stat().st_size if part.rec is not None else 0
+        self._read(size_bytes, 1)
+        if self._file is not None:
+            self._file.close()
+        digest = hashlib.sha256().hexdigest() if self._file is None else self._sha256.hexdigest()
+        if digest != part.shard.content_hash:
+            self._are_right = False
+            if part.rec is not None:
+                self._note(digest, part.shard.content_hash, part.name)
+        self._file, self._done = None, 0
+        self._waiting.popleft()
+
+    def _read(self, end: int, at_least: int) -> None:
+        rec = self._waiting[0].rec
+        if rec is None:
+            return
+        if self._file is None:
+            self._file, self._sha256 = RecFile(rec), hashlib.sha256()
         end = min(end, self._file.size_bytes)
         while end - self._done >= at_least and (
             block := self._file.pread(min(HASH_BYTES, end - self._done), self._done)
         ):
             self._sha256.update(block)
+            self._total.update(block)
             self._done += len(block)
 
-    def digest(self) -> str:
-        """The hash (hexadecimal) of all of it."""
-        self.take_in(self._file.size_bytes, 1)
-        return self._sha256.hexdigest()
+    def _note(self, digest: str, wanted: object, name: str | None) -> None:
+        self._log.add(Fault("content-hash", f"SHA-256 {digest}, packed with {str(wanted)[:64]}", shard=name))
 
 
-def _listing(beside: Beside, log: FaultLog) -> Listing | None:
-    if not beside.idx.is_file():
-        log.add(Fault("index-missing", f"there is no {beside.idx.name}"))
-        return None
-    listing = read_listing(beside.idx)
-    log.counts += listing.faults.counts
-    log.first += listing.faults.first
-    return listing
+def _expected(beside: Beside) -> int | None:
+    """How many records there should be; None where nothing says it."""
+    if beside.manifest:
+        return int(beside.manifest["count"])
+    indexes = [part.idx for part in beside.parts if part.idx is not None and part.idx.is_file()]
+    return sum(len(read_listing(index).offsets) for index in indexes) or None
 
 
-def _check_manifest(file: RecFile, beside: Beside, records: int, log: FaultLog) -> None:
-    """Compare count and size with what the manifest says."""
+def _check_manifest(beside: Beside, records: int, log: FaultLog) -> None:
+    """Compare count and sizes with what the manifest says."""
     manifest = beside.manifest
     if manifest and manifest["count"] != records:
         log.add(Fault("manifest", f"it counts {manifest['count']:,} records; {records:,} can be read"))
-    if "size_bytes" in manifest and manifest["size_bytes"] != file.size_bytes:
-        message = f"it says {manifest['size_bytes']} bytes; {file.path.name} has {file.size_bytes:,}"
-        log.add(Fault("manifest", message))
+    for part in beside.parts:
+        if part.rec is not None and part.shard.size_bytes not in (None, size_bytes := part.rec.stat().st_size):
+            message = f"it says {part.shard.size_bytes} bytes; {part.rec.name} has {size_bytes:,}"
+            log.add(Fault("manifest", message, shard=part.name))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import run_cli, write_model_config, write_packed
+from shard_files import split_set
 
 from rwkvclip_cli.bench import bench
 from rwkvclip_cli.bench.run import repeat
@@ -60,11 +61,13 @@ def test_the_users_data_and_model_are_taken(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "own.idx", "own.manifest.json", "own.rec"]
 
 
-def test_a_small_set_is_read_over_and_over(tmp_path: Path) -> None:
-    packed = open_packed(write_packed(tmp_path / "own.rec", 3))
+@pytest.mark.parametrize("shard_size", [2, 3])
+def test_a_small_set_is_read_over_and_over(tmp_path: Path, shard_size: int) -> None:
+    whole = write_packed(tmp_path / "own.rec", 3)
+    packed = open_packed(split_set(whole, shard_size, tmp_path / "shards.rec"))
     longer = repeat(packed, 7, tmp_path / "longer.rec")
     assert (longer.count, longer.captions, longer.context_length) == (7, 3, 16)
-    with RecordReader(packed.rec) as before, RecordReader(longer.rec) as after:
+    with RecordReader(whole) as before, RecordReader(longer.rec) as after:
         for ordinal in range(7):
             one, other = before.record(ordinal % 3), after.record(ordinal)
             assert (other.id, other.image, list(other.labels)) == (ordinal, one.image, list(one.labels))

@@ -9,11 +9,13 @@ import pytest
 import torch
 from helpers import jpeg, write_packed
 from PIL import Image
+from shard_files import split_set
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.loader import (
     CLIP_MEAN,
     CLIP_STD,
+    Batch,
     LoaderSpec,
     TrainLoader,
     caption_slots,
@@ -28,6 +30,12 @@ from rwkvclip_cli.data.recordio import MAGIC_BYTES, Record, RecordWriter, pack_r
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_packed(tmp_path_factory.mktemp("packed") / "pairs.rec", 50)
+
+
+@pytest.fixture(scope="module", params=[7, 50], ids=["8-shards", "1-shard"])
+def sharded(request: pytest.FixtureRequest, packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same records in shards."""
+    return split_set(packed, request.param, tmp_path_factory.mktemp("sharded") / "out.rec")
 
 
 def epoch_records(path: Path, spec_of_rank: list[LoaderSpec], epoch: int) -> list[list[int]]:
@@ -74,7 +82,7 @@ def test_fewer_samples_an_epoch_rotate_through_the_data(packed: Path) -> None:
 def test_windows_by_hand() -> None:
     assert epoch_window(10, 4, 0) == [(0, 4)]
     assert epoch_window(10, 4, 1) == [(4, 8)]
-    assert epoch_window(10, 4, 2) == [(0, 2), (8, 10)]
+    assert epoch_window(10, 4, 2) == [(8, 10), (0, 2)]
     assert epoch_window(10, 10, 7) == [(0, 10)]
 
 
@@ -86,6 +94,69 @@ def test_sample_counts_that_cannot_be(packed: Path) -> None:
     with pytest.raises(UsageError, match=r"do not fill one global batch of 64 \(2 ranks x 32\)") as error:
         steps_per_epoch(data, LoaderSpec(32, 16, world_size=2))
     assert error.value.hint == "--batch-size 25"
+
+
+def assert_same_batches(wanted: list[Batch], found: list[Batch]) -> None:
+    assert len(wanted) == len(found)
+    for want, have in zip(wanted, found, strict=True):
+        assert torch.equal(want.images, have.images)
+        assert torch.equal(want.tokens, have.tokens)
+        assert np.array_equal(want.records, have.records)
+
+
+def all_batches(path: Path, spec: LoaderSpec, epoch: int) -> list[Batch]:
+    loader = TrainLoader(open_packed(path), spec, epoch=epoch)
+    batches = list(loader.batches())
+    loader.close()
+    return batches
+
+
+@pytest.mark.parametrize(("world_size", "batch_size", "num_samples"), [(1, 12, None), (3, 4, None), (2, 5, 20)])
+def test_shards_give_the_batches_of_the_unsharded_set(
+    packed: Path, sharded: Path, world_size: int, batch_size: int, num_samples: int | None
+) -> None:
+    """Windows of 48 and of 20 of 50 records, of six epochs: they begin and end in the middle of shards of seven."""
+    for epoch in range(6):
+        seen: list[int] = []
+        for rank in range(world_size):
+            spec = LoaderSpec(batch_size, 16, rank=rank, world_size=world_size, num_samples=num_samples)
+            found = all_batches(sharded, spec, epoch)
+            assert_same_batches(all_batches(packed, spec, epoch), found)
+            seen += [int(record) for batch in found for record in batch.records]
+            # The record's own number, which is in its tokens, is the one that DALI's place in the files leads to.
+            for batch in found:
+                assert batch.tokens[:, 1].tolist() == [1 + record % 7 for record in batch.records]
+        used = (num_samples or 50) // (world_size * batch_size) * world_size * batch_size
+        assert len(seen) == used
+        assert set(seen) == {(epoch * used + step) % 50 for step in range(used)}
+
+
+def test_shards_are_evaluated_in_the_order_of_the_unsharded_set(packed: Path, sharded: Path) -> None:
+    spec = LoaderSpec(16, 14)
+    both = [list(eval_batches(open_packed(path), spec, caption_slot=1)) for path in (packed, sharded)]
+    assert_same_batches(*both)
+    assert [int(record) for batch in both[1] for record in batch.records] == list(range(50))
+
+
+def test_a_place_saved_in_shards_is_taken_up_in_them_and_in_the_unsharded_set(packed: Path, sharded: Path) -> None:
+    spec = LoaderSpec(12, 16, seed=5)
+    for epoch in (2, 13):  # 13: the window goes around the end
+        first = TrainLoader(open_packed(sharded), spec, epoch=epoch)
+        batches = first.batches()
+        next(batches)
+        state = first.state()
+        rest = list(batches)
+        for path in (sharded, packed):
+            again = TrainLoader(open_packed(path), spec, epoch=epoch, state=state)
+            assert_same_batches(rest, list(again.batches(1)))
+
+
+def test_one_shard_alone_is_a_set(packed: Path, sharded: Path) -> None:
+    last = sorted(sharded.parent.glob("out-*.rec"))[-1]
+    (batch,) = eval_batches(open_packed(last), LoaderSpec(64, 14), caption_slot=0)
+    first = 50 - len(batch.records)
+    assert batch.records.tolist() == list(range(50 - first))
+    assert batch.tokens[:, 0].tolist() == [1 + 3 * record for record in range(first, 50)]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
@@ -100,11 +171,8 @@ def test_a_saved_position_goes_on_with_the_same_pixels(packed: Path, taken: int)
     rest = list(batches)
     again = TrainLoader(open_packed(packed), spec, epoch=2, state=state)
     resumed = list(again.batches(taken))
-    assert len(rest) == len(resumed) == 4 - taken
-    for want, have in zip(rest, resumed, strict=True):
-        assert torch.equal(want.images, have.images)
-        assert torch.equal(want.tokens, have.tokens)
-        assert np.array_equal(want.records, have.records)
+    assert len(rest) == 4 - taken
+    assert_same_batches(rest, resumed)
 
 
 def test_captions_belong_to_their_record_and_come_from_seed_epoch_and_record(packed: Path) -> None:

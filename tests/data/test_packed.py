@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 from helpers import write_packed
+from shard_files import shard_path, shards_of, split_set
 
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import open_packed
 
 
 def test_what_a_packed_set_knows(tmp_path: Path) -> None:
     packed = open_packed(write_packed(tmp_path / "a.rec", 3))
     assert (packed.count, packed.captions, packed.context_length) == (3, 3, 16)
-    assert packed.ordinals(packed.offsets[[2, 0]]).tolist() == [2, 0]
+    places = [b"%s at index %d" % (bytes(packed.rec), packed.offsets[record]) for record in (2, 0)]
+    assert packed.ordinals(places).tolist() == [2, 0]
 
 
 def test_a_file_without_manifest_is_taken_as_the_published_layout(tmp_path: Path) -> None:
@@ -22,11 +24,12 @@ def test_a_file_without_manifest_is_taken_as_the_published_layout(tmp_path: Path
     assert (open_packed(rec).captions, open_packed(rec).context_length) == (3, 77)
 
 
-def test_an_epochs_index_holds_the_window_alone(tmp_path: Path) -> None:
+def test_an_epochs_index_holds_the_window_alone_each_range_in_a_file_of_its_own(tmp_path: Path) -> None:
     packed = open_packed(write_packed(tmp_path / "a.rec", 5))
-    packed.write_index(tmp_path / "part.idx", [(0, 2), (4, 5)])
-    lines = [line.split("\t") for line in (tmp_path / "part.idx").read_text().splitlines()]
-    assert [(int(key), int(offset)) for key, offset in lines] == [(i, packed.offsets[i]) for i in (0, 1, 4)]
+    assert packed.write_index(tmp_path / "part.idx", [(4, 5), (0, 2)]) == [packed.rec, packed.rec]
+    found = [int(line.split("\t")[1]) for line in (tmp_path / "part.idx").read_text().splitlines()]
+    # The file once more behind itself.
+    assert found == [packed.offsets[4], packed.size_bytes + packed.offsets[0], packed.size_bytes + packed.offsets[1]]
 
 
 @pytest.mark.parametrize(
@@ -75,14 +78,12 @@ def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
-def test_an_epochs_index_from_any_line_ends(tmp_path: Path, ending: str) -> None:
+def test_an_index_of_any_line_ends(tmp_path: Path, ending: str) -> None:
     rec = write_packed(tmp_path / "a.rec", 4)
     lines = rec.with_suffix(".idx").read_text().splitlines()
     text = "\r\n".join(lines) + "\r\n" if ending == "\r\n" else "\n".join(lines) + ending
     rec.with_suffix(".idx").write_bytes(text.encode())
-    open_packed(rec).write_index(tmp_path / "part.idx", [(0, 1), (3, 4)])
-    assert (tmp_path / "part.idx").read_bytes().split() == [word.encode() for i in (0, 3) for word in lines[i].split()]
-    assert (tmp_path / "part.idx").read_bytes().endswith(b"\n")
+    assert open_packed(rec).offsets.tolist() == [int(line.split("\t")[1]) for line in lines]
 
 
 def test_a_file_cut_behind_its_last_offset_is_refused(tmp_path: Path) -> None:
@@ -104,3 +105,137 @@ def test_a_manifest_that_lacks_a_number_is_damaged(tmp_path: Path, text: str) ->
     rec.with_suffix(".manifest.json").write_text(text)
     with pytest.raises(RwkvClipError, match="damaged manifest"):
         open_packed(rec)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Ten records in shards of four: out-00000.rec to out-00002.rec."""
+    return split_set(write_packed(tmp_path / "a.rec", 10), 4, tmp_path / "out.rec")
+
+
+@pytest.mark.parametrize("name", ["out.rec", "out-*.rec", "out.manifest.json", "out-0000[0-2].rec"])
+def test_every_name_of_a_set_of_shards_means_all_of_them(sharded: Path, name: str) -> None:
+    whole, packed = open_packed(sharded.with_name("a.rec")), open_packed(sharded.with_name(name))
+    assert packed.rec == sharded
+    assert packed.recs == tuple(shards_of(sharded))
+    assert len(packed.recs) == 3
+    assert (packed.offsets.tolist(), packed.size_bytes) == (whole.offsets.tolist(), whole.size_bytes)
+    assert (packed.captions, packed.context_length) == (3, 16)
+    assert packed.content_hash == packed.manifest["content_hash"]
+
+
+@pytest.mark.parametrize("name", ["out-00002.rec", "out-*2.rec"])
+def test_the_name_of_one_shard_means_that_one(sharded: Path, name: str) -> None:
+    packed = open_packed(sharded.with_name(name))
+    # 16 tokens a caption: known from the manifest of all shards alone.
+    assert (packed.count, packed.captions, packed.context_length) == (2, 3, 16)
+    assert packed.offsets[0] == 0
+    listed = json.loads(sharded.with_suffix(".manifest.json").read_text())["shards"][2]
+    assert (packed.content_hash, packed.size_bytes) == (listed["content_hash"], listed["size_bytes"])
+
+
+def test_an_index_over_shards_names_the_files_in_the_order_of_reading(sharded: Path) -> None:
+    packed = open_packed(sharded)
+    names = [rec.name for rec in packed.write_index(sharded.with_name("part.idx"), [(6, 10), (0, 6)])]
+    assert names == ["out-00001.rec", "out-00002.rec", "out-00000.rec", "out-00001.rec"]
+    lines = sharded.with_name("part.idx").read_text().splitlines()
+    found = [int(line.split("\t")[1]) for line in lines]
+    assert len(found) == 10
+    assert found[0] == packed.offsets[6] - packed.starts[1]
+    # Shards 1, 2, 0 and, once more, 1.
+    joined_bytes = packed.size_bytes
+    assert found[-1] == joined_bytes + packed.offsets[5] - packed.starts[1]
+
+
+def test_shards_without_a_manifest_are_found_by_number(tmp_path: Path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 12, context_length=77)
+    out = split_set(rec, 1, tmp_path / "out.rec")
+    out.with_suffix(".manifest.json").unlink()
+    for suffix in (".rec", ".idx"):  # 9 comes before 1, though the text "1..." comes before "9..."
+        shard_path(out, 10).with_suffix(suffix).rename(tmp_path / f"out-99999{suffix}")
+        shard_path(out, 11).with_suffix(suffix).rename(tmp_path / f"out-100000{suffix}")
+        write_packed(tmp_path / "out-55555.rec", 1)  # a set of its own, with a manifest
+    packed = open_packed(out)
+    numbers = [f"{number:05}" for number in range(10)] + ["99999", "100000"]
+    assert [rec.name for rec in packed.recs] == [f"out-{number}.rec" for number in numbers]
+    assert packed.offsets.tolist() == open_packed(rec).offsets.tolist()
+    assert packed.content_hash is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.rec", "none.rec: no such file"),
+        ("none.manifest.json", "none.manifest.json: no such file"),
+        ("none-*.rec", "no .rec file matches"),
+        ("out-0000[01].rec", "matches 2 of the 3 shards of .*out.rec; an epoch would lack the others"),
+        ("*.rec", "matches files of several packs"),
+        ("out.idx", r"not a packed \.rec file"),
+    ],
+)
+def test_names_that_mean_no_set(sharded: Path, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_packed(sharded.with_name(name))
+
+
+def test_a_pattern_over_files_without_manifests_is_a_set_in_the_order_of_numbers(tmp_path: Path) -> None:
+    out = split_set(write_packed(tmp_path / "a.rec", 4, context_length=77), 1, tmp_path / "out.rec")
+    out.with_suffix(".manifest.json").unlink()
+    for suffix in (".rec", ".idx"):
+        shard_path(out, 3).with_suffix(suffix).rename(tmp_path / f"out-100000{suffix}")
+    packed = open_packed(tmp_path / "out-*.rec")
+    assert [rec.name for rec in packed.recs] == ["out-00000.rec", "out-00001.rec", "out-00002.rec", "out-100000.rec"]
+
+
+def test_a_rec_beside_shards_of_its_name_could_mean_either(sharded: Path) -> None:
+    sharded.with_name("a.rec").rename(sharded)
+    with pytest.raises(UsageError, match=r"lists 3 shards: two packs of one name"):
+        open_packed(sharded)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard_path(sharded, 1).unlink()
+    with pytest.raises(RwkvClipError, match=r"out-00001.rec: no such file, but out.manifest.json lists it"):
+        open_packed(sharded)
+
+
+def test_exchanged_shards_are_named(sharded: Path) -> None:
+    one, two = shard_path(sharded, 0), shard_path(sharded, 1)
+    for suffix in (".rec", ".idx"):
+        paths = [path.with_suffix(suffix) for path in (one, two)]
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, reversed(contents), strict=True):
+            path.write_bytes(content)
+    manifest = json.loads(sharded.with_suffix(".manifest.json").read_text())
+    for entry in manifest["shards"][:2]:  # shards of one size would not differ in it
+        entry["size_bytes"] = sharded.with_name(entry["rec"]).stat().st_size
+    sharded.with_suffix(".manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RwkvClipError, match=r"out-00000.rec begins with record 4, where .* has record 0: shards are"):
+        open_packed(sharded)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rec": "../out-00001.rec"}, "shard 1 is called"),
+        ({"rec": "out-00000.rec"}, "shard 1 is called"),
+        ({"count": 5}, "count is 10, but its 3 shards hold 11"),
+        ({"count": "4"}, "count of out-00001.rec is '4'"),
+        ({"content_hash": None}, "content_hash of out-00001.rec is None"),
+    ],
+)
+def test_a_list_of_shards_that_cannot_be_is_a_damaged_manifest(sharded: Path, change: dict, message: str) -> None:
+    path = sharded.with_suffix(".manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["shards"][1] |= change
+    path.write_text(json.dumps(manifest))
+    for name in ("out.rec", "out-00001.rec"):
+        with pytest.raises(RwkvClipError, match=f"damaged manifest: .*{message}"):
+            open_packed(sharded.with_name(name))
+
+
+def test_a_cut_shard_is_named(sharded: Path) -> None:
+    shard = shard_path(sharded, 1)
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(RwkvClipError, match=r"out-00001.rec has .* bytes, its manifest says .*: cut off or replaced"):
+        open_packed(sharded)

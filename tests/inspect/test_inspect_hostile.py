@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from inspect_files import copy_set, verified
+from shard_files import split_set
 
 from rwkvclip_cli.config import InspectConfig
 from rwkvclip_cli.console import RwkvClipError
@@ -35,9 +36,8 @@ def mangle(data: bytes, draw: random.Random) -> bytes:
     return bytes(mangled)
 
 
-def check_every_mode(packed: Path, folder: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    rec = copy_set(packed, folder)
+def check_every_mode(rec: Path, seed: int) -> None:
+    draw, folder = random.Random(seed), rec.parent
     for path in draw.sample(sorted(folder.iterdir()), draw.randint(1, 3)):
         path.write_bytes(mangle(path.read_bytes(), draw))
     modes: list[dict[str, object]] = [
@@ -58,13 +58,24 @@ def check_every_mode(packed: Path, folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 def test_mangled_files(packed, tmp_path, seed) -> None:
-    check_every_mode(packed, tmp_path, seed)
+    check_every_mode(copy_set(packed, tmp_path), seed)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_mangled_shards(packed, tmp_path, seed) -> None:
+    check_every_mode(split_set(packed, 3, tmp_path / "pairs.rec"), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15, 300))
 def test_many_mangled_files(packed, tmp_path, seed) -> None:
-    check_every_mode(packed, tmp_path, seed)
+    check_every_mode(copy_set(packed, tmp_path), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(15, 300))
+def test_many_mangled_shards(packed, tmp_path, seed) -> None:
+    check_every_mode(split_set(packed, 3, tmp_path / "pairs.rec"), seed)
 
 
 def test_heads_that_all_reach_to_the_end_cost_no_more_than_their_number(tmp_path) -> None:

@@ -6,7 +6,13 @@ import pytest
 from inspect_files import copy_set, flip_bit, offsets, verified
 
 from rwkvclip_cli.console import RwkvClipError
-from rwkvclip_cli.inspect.index import read_listing, rebuild_index
+from rwkvclip_cli.data.shards import locate
+from rwkvclip_cli.inspect.files import read_beside
+from rwkvclip_cli.inspect.index import read_listing, rebuild_indexes
+
+
+def rebuilt(rec: Path) -> list[tuple[Path, int]]:
+    return rebuild_indexes(read_beside(locate(rec)))
 
 
 def faults_with(packed: Path, folder: Path, text: str | bytes) -> list[tuple[str, int | None, int | None]]:
@@ -96,7 +102,7 @@ def test_no_index(packed, tmp_path) -> None:
 def test_rebuilt_byte_for_byte(packed, tmp_path, text) -> None:
     rec = copy_set(packed, tmp_path)
     rec.with_suffix(".idx").write_text(text)
-    assert rebuild_index(rec) == (rec.with_suffix(".idx"), 8)
+    assert rebuilt(rec) == [(rec.with_suffix(".idx"), 8)]
     assert rec.with_suffix(".idx").read_bytes() == packed.with_suffix(".idx").read_bytes()
     assert rec.read_bytes() == packed.read_bytes()
     assert not list(tmp_path.glob(".*"))
@@ -109,7 +115,7 @@ def test_not_rebuilt_beyond_damage(packed, tmp_path, byte) -> None:
     flip_bit(rec, start + byte, 6)
     before = rec.with_suffix(".idx").read_bytes()
     with pytest.raises(RwkvClipError, match=rf"record 3 at byte {start:,} is damaged") as error:
-        rebuild_index(rec)
+        rebuilt(rec)
     assert error.value.hint == f"rwkvclip inspect {rec} --salvage OUT.rec"
     assert rec.with_suffix(".idx").read_bytes() == before
     assert not list(tmp_path.glob(".*"))
@@ -120,7 +126,7 @@ def test_not_rebuilt_for_a_file_that_lost_its_last_records(packed, tmp_path) -> 
     with rec.open("r+b") as file:
         file.truncate(offsets(packed)[6])
     with pytest.raises(RwkvClipError, match="holds 6 records, its manifest says 8"):
-        rebuild_index(rec)
+        rebuilt(rec)
 
 
 def test_a_shuffled_listing_keeps_its_line_numbers(tmp_path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import run_cli, write_packed
+from shard_files import split_set
 from typer.testing import CliRunner
 
 from rwkvclip_cli import cli
@@ -151,4 +152,13 @@ def test_data_that_is_not_there_is_missed_before_torch_starts(tmp_path: Path) ->
     done = run_cli("launch", "--cpus", "2", "--", *TRAIN, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "rwkvclip: pairs.rec: no such file\n  try: rwkvclip pack SOURCE... pairs.rec\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_that_is_not_there_is_missed_before_torch_starts(tmp_path: Path) -> None:
+    split_set(write_packed(tmp_path / "a.rec", 5), 2, tmp_path / "pairs.rec")
+    (tmp_path / "pairs-00001.rec").unlink()
+    done = run_cli("launch", "--cpus", "2", "--", *TRAIN, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("rwkvclip: pairs-00001.rec: no such file, but pairs.manifest.json lists it\n  try: ")
     assert not (tmp_path / "run").exists()

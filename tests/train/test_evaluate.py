@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import run_cli, write_model_config, write_packed
 from safetensors.torch import save_file
+from shard_files import split_set
 
 from rwkvclip_cli.model import build_model, read_model_config
 from rwkvclip_cli.train.evaluate import Retrieval, recall_at_k, retrieval_metrics
@@ -66,11 +67,12 @@ def test_a_model_that_collapsed_scores_chance() -> None:
 
 
 def test_the_command_measures_what_the_functions_do(tmp_path: Path) -> None:
-    """Every path from file to number, against embeddings computed here, in batches that do not divide the records."""
+    """Every path from file to number, against embeddings computed here; batches divide neither records nor shards."""
     from rwkvclip_cli.data.loader import LoaderSpec, eval_batches
     from rwkvclip_cli.data.packed import open_packed
 
     rec = write_packed(tmp_path / "pairs.rec", 23)
+    shards = split_set(rec, 5, tmp_path / "shards.rec")
     config = write_model_config(tmp_path / "model.json")
     torch.manual_seed(0)
     model = build_model(read_model_config(config))
@@ -78,7 +80,7 @@ def test_the_command_measures_what_the_functions_do(tmp_path: Path) -> None:
         torch.nn.init.normal_(parameter, std=0.2)
     save_file({f"module.{name}": value for name, value in model.state_dict().items()}, tmp_path / "w.safetensors")
     done = run_cli(
-        "eval", tmp_path / "w.safetensors", "--data", rec, "--model-config", config, "--batch-size", "10",
+        "eval", tmp_path / "w.safetensors", "--data", shards, "--model-config", config, "--batch-size", "10",
         "--caption-slot", "1", "--json", "--precision", "fp32", "--chunk-size", "4",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from helpers import free_port, plain_environment, run_cli, run_ranks, write_model_config, write_packed
 from safetensors.torch import load_file
+from shard_files import split_set
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.train import TrainConfig, checkpoint, loop, train
@@ -97,6 +98,31 @@ def test_a_run_resumed_inside_an_epoch_equals_the_undisturbed_one(folder: Path, 
     assert same_weights(whole, parts)
     losses = [line["loss"] for line in lines(whole)]
     assert len(set(losses)) == steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_on_shards_equals_the_one_on_a_single_file_and_resumes_inside_an_epoch(
+    folder: Path, world_size: int
+) -> None:
+    """Shards of 7 records and windows of 48 of 50: batches, ranks and windows end in the middle of shards."""
+    out = folder / f"shards{world_size}.rec"
+    split_set(folder / "pairs.rec", 7, out)
+    whole, parts = folder / f"unsharded{world_size}", folder / f"sharded{world_size}"
+    arguments = [options(folder, output.name, world_size) for output in (whole, parts)]
+    arguments[1] = [str(out) if argument == str(folder / "pairs.rec") else argument for argument in arguments[1]]
+    for each in arguments:
+        done = run(world_size, each)
+        assert done.returncode == 0, done.stderr
+    assert exact_part(parts) == exact_part(whole)
+    assert same_weights(whole, parts)
+    again = folder / f"again{world_size}"
+    shutil.copytree(parts, again)
+    shutil.rmtree(checkpoint.checkpoint_path(again, STEPS))
+    done = run(world_size, [str(again) if argument == str(parts) else argument for argument in arguments[1]])
+    assert done.returncode == 0, done.stderr
+    assert f"step-00000008, behind step 8 of {STEPS}" in done.stderr
+    assert exact_part(again) == exact_part(whole)
+    assert same_weights(whole, again)
 
 
 def test_a_finished_run_is_left_alone(folder: Path) -> None:

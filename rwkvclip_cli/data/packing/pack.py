@@ -29,6 +29,7 @@ from rwkvclip_cli.data.packing.reading import Reading, parts_of
 from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard
 from rwkvclip_cli.data.packing.resume import made_of, refuse_differences
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
+from rwkvclip_cli.data.packing.seen import Seen
 from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle
 from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources
 from rwkvclip_cli.data.packing.tables import Columns
@@ -41,7 +42,7 @@ CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 20  # of the time at most a twentieth goes into checkpoints, whatever the disk takes for one
 
 # The options that decide the bytes of a data set; the manifest records them.
-BYTES_OPTIONS = ("format", "image_key", "caption_key", "tokens", "proof", "quality", "max_side", "max_pixels")
+BYTES_OPTIONS = ("format", "image_key", "caption_key", "tokens", "proof", "quality", "max_side", "max_pixels", "dedupe")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class PackSummary:
             lines.append(f"captions cut to the context length: {self.statistics['captions_truncated']:,}")
         if self.statistics["captions_dropped"]:
             lines.append(f"captions beyond the slots, left out: {self.statistics['captions_dropped']:,}")
+        if self.statistics["captions_repeated"]:
+            lines.append(f"captions that an earlier one equals: {self.statistics['captions_repeated']:,}")
         if self.statistics["token_slots_unmarked"]:
             unmarked = self.statistics["token_slots_unmarked"]
             lines.append(f"token slots without CLIP's start or end token: {unmarked:,}; ids of another tokenizer?")
@@ -195,17 +198,19 @@ class _Pack:
         estimate = estimate_inputs(self._found, self._options)
         with (
             self._record_files(folder, done) as files,
+            self._seen(folder) as seen,
             workers as pool,
             progress(estimate, "packing", "images", tally.count + tally.rejects) as bar,
         ):
-            for outcome in pool.run(self._items()):
+            for outcome in seen.sift(pool.run(self._items())):
                 _take(outcome, tally, files, self._output)
                 self._reading.advance(outcome.source)
                 if not isinstance(outcome, Ignored):
                     bar.advance(1, f"{tally.rejects:,} rejected" if tally.rejects else "")
                 if _can_continue_behind(outcome):
-                    self._keep_now_and_then(READING, files)
+                    self._keep_now_and_then(READING, files, seen)
             shards, content_hash = files.close(), files.content_hash
+            tally.repeated = seen.repeated_captions()
         if tally.count == 0:
             self._output.forget()
             raise _nothing_packed(config, tally)
@@ -240,6 +245,17 @@ class _Pack:
         rec, idx = (folder / self._output.final[part].name for part in ("rec", "idx"))
         return RecordFiles(self._config.writer, lambda number: (rec, idx), None, done)
 
+    def _seen(self, folder: Path | None) -> Seen:
+        """What the records so far have shown, in `folder` or beside the partial files."""
+        config, tally = self._config, self._tally
+        return Seen(
+            folder or self._output.record_paths(0)[0].parent,
+            context_length=config.context_length,
+            dedupe=config.dedupe,
+            records=tally.count,
+            captions=tally.tokens.count,
+        )
+
     def _items(self) -> Iterator[Item]:
         """The items that are left, each sample with its row of `--tokens`; UsageError for too few or too many rows."""
         items = self._reading.items()
@@ -250,13 +266,15 @@ class _Pack:
             check_rows(self._tokens, count)
         return join_tokens(items, self._tokens, self._tally.samples)
 
-    def _keep_now_and_then(self, phase: str, files: RecordFiles) -> None:
+    def _keep_now_and_then(self, phase: str, files: RecordFiles, seen: Seen | None = None) -> None:
         """Write a checkpoint, seldom enough to cost next to nothing."""
         wait_s = max(CHECKPOINT_EVERY_S, CHECKPOINT_SHARE * self._checkpoint_took_s)
         began_s = time.monotonic()
         if began_s - self._last_checkpoint_s >= wait_s:
             shards = files.flush()
             if shards is not None:
+                if seen:
+                    seen.flush()
                 self._keep(phase, shards)
             self._last_checkpoint_s = time.monotonic()
             self._checkpoint_took_s = self._last_checkpoint_s - began_s
@@ -368,7 +386,7 @@ def _need_dali() -> None:
 
 def _worker_options(config: PackConfig) -> WorkerOptions:
     images = ImageOptions(config.proof, config.quality, config.max_side, config.max_pixels)
-    return WorkerOptions(config.captions, config.context_length, images)
+    return WorkerOptions(config.captions, config.context_length, images, config.dedupe)
 
 
 def _cores() -> int:

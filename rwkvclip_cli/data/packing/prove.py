@@ -51,8 +51,8 @@ EIGHTH_GREY = 128
 # Pictures of one layout whose every pixel has to be equal before the means of blocks are enough for further ones.
 TRIALS = 16
 
-# Pictures decoded side by side: beyond this a batch gains nothing and only holds memory.
-GROUP_PIXELS = 2**24
+# Pictures decoded side by side: beyond this a batch gains nothing and only holds memory, about 15 bytes a pixel.
+GROUP_PIXELS = 2**21
 GROUP_COUNT = 16
 
 

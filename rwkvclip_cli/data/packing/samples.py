@@ -23,6 +23,7 @@ REASONS = {
     "too-many-scans": "a JPEG of more than 100 scans: every one costs a decoder a pass over the whole picture",
     "too-large": "more bytes, or a longer side, than a record or a JPEG holds",
     "not-faithful": "no JPEG comes within 2 of 255 of the picture, or DALI sees other pixels in it",
+    "duplicate": "the picture of an earlier record (--dedupe): equal bytes, or equal width, height and decoded pixels",
     "bad-structure": "JPEG markers out of place (--proof structure) and no reader that mends it",
     "internal-error": "a fault of rwkvclip's own at this input alone; its traceback is on stderr",
     "decoder-crash": "the process that decoded it died",
@@ -244,7 +245,8 @@ def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> Sequence[Caption]:
     content = sidecar.content if isinstance(sidecar.content, bytes) else _read_small(sidecar.content)
     text = decode_caption_bytes(content)
     if sidecar.kind == "txt":
-        return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        # A line end ends a line; no caption begins behind the last one.
+        return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
     where = "its .json" if isinstance(sidecar.content, bytes) else sidecar.content
     try:
         document = json.loads(text)

@@ -51,6 +51,7 @@ class Tally:
     samples: int = 0
     ignored: int = 0
     kept: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     messages: list[str] = field(default_factory=list)
     tokens: Spread = field(default_factory=Spread)
@@ -61,12 +62,15 @@ class Tally:
     truncated: int = 0
     dropped: int = 0
     unmarked: int = 0
+    blank: int = 0
+    repeated: int = 0
 
     def add(self, record: Packed) -> None:
         """Count a record."""
         self.count += 1
         self.samples += 1
         self.kept[record.kept] += 1
+        self.formats[record.format] += 1
         for tokens in record.token_counts:
             self.tokens.add(tokens)
         self.captions.add(len(record.token_counts) + record.dropped)
@@ -76,6 +80,7 @@ class Tally:
         self.truncated += record.truncated
         self.dropped += record.dropped
         self.unmarked += record.unmarked
+        self.blank += record.blank
 
     def refuse(self, reject: Reject) -> None:
         """Count a reject."""
@@ -99,7 +104,11 @@ class Tally:
             "caption_tokens": self.tokens.statistics(),
             "captions_truncated": self.truncated,
             "captions_dropped": self.dropped,
+            "captions_blank": self.blank,
+            "captions_repeated": self.repeated,
             "token_slots_unmarked": self.unmarked,
+            "image_format": dict(sorted(self.formats.items())),
+            "images_repeated": self.reasons["duplicate"],
             "image_width": self.widths.statistics(),
             "image_height": self.heights.statistics(),
             "image_bytes": self.image_bytes.statistics(),

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.channel import Channel
-from rwkvclip_cli.data.packing.images import read_file
+from rwkvclip_cli.data.packing.digest import picture_digest
+from rwkvclip_cli.data.packing.images import read_file, read_header
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
 from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
 from rwkvclip_cli.data.packing.tokens import BadTokens, is_marked, token_slots
@@ -26,11 +27,12 @@ LOG_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker needs of `PackConfig`."""
+    """What a worker needs of `PackConfig`. dedupe: records are to carry digests."""
 
     captions: int = 3
     context_length: int = CONTEXT_LENGTH
     images: ImageOptions = field(default_factory=ImageOptions)
+    dedupe: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Packed:
     labels: token ids of all slots. kept: as `prove.Prepared.kept`. width, height: pixels.
     token_counts: ids of each caption that has a slot, start and end counted, padding not.
     truncated, dropped: captions cut to the context length, captions beyond the slots.
-    unmarked: captions given as ids without CLIP's start or end token.
+    unmarked: captions given as ids without CLIP's start or end token. blank: captions that say nothing, left out.
+    format: of the original picture, in small letters. digest: of the same, with `--dedupe` alone.
     """
 
     source: str
@@ -53,6 +56,9 @@ class Packed:
     truncated: int
     dropped: int
     unmarked: int = 0
+    blank: int = 0
+    format: str = "jpeg"
+    digest: bytes = b""
 
 
 def pack_samples(
@@ -61,10 +67,11 @@ def pack_samples(
     """Make a record of each sample, or say why not."""
     outcomes: list[Packed | Reject | None] = [None] * len(samples)
     captions: dict[int, list[str | tuple[int, ...]]] = {}
+    blank: dict[int, int] = {}
     pictures: dict[int, bytes] = {}
     for index, sample in enumerate(samples):
         try:
-            captions[index] = _usable(find_captions(sample), options.context_length)
+            captions[index], blank[index] = _usable(find_captions(sample), options.context_length)
             if captions[index]:
                 pictures[index] = sample.image if isinstance(sample.image, bytes) else read_file(sample.image)
             else:
@@ -100,16 +107,23 @@ def pack_samples(
             truncated,
             max(0, len(found) - options.captions),
             sum(not isinstance(caption, str) and not is_marked(caption) for caption in found[: options.captions]),
+            blank[index],
+            read_header(pictures[index], options.images.max_pixels).format.lower(),
+            picture_digest(pictures[index], options.images.max_pixels) if options.dedupe else b"",
         )
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _usable(captions: Sequence[Caption], context_length: int) -> list[str | tuple[int, ...]]:
-    """The captions that say something, each for one slot; BadTokens for ids that are none."""
+def _usable(captions: Sequence[Caption], context_length: int) -> tuple[list[str | tuple[int, ...]], int]:
+    """The captions that say something, each for one slot, and how many do not; BadTokens for ids that are none."""
     found: list[str | tuple[int, ...]] = []
+    blank = 0
     for caption in captions:
+        before = len(found)
         found += clean_captions([caption]) if isinstance(caption, str) else token_slots(caption, context_length)
-    return found
+        given = 1 if isinstance(caption, str) else len(caption) // context_length
+        blank += given - (len(found) - before)
+    return found, blank
 
 
 def _without_caption(sample: Sample) -> str:
