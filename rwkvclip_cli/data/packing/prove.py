@@ -53,6 +53,8 @@ TRIALS = 16
 
 # Pictures decoded side by side: beyond this a batch gains nothing and only holds memory, about 15 bytes a pixel.
 GROUP_PIXELS = 2**21
+# A larger picture leaves a pipeline with more memory than it is worth to keep.
+LARGE_PIXELS = 2**24
 GROUP_COUNT = 16
 
 
@@ -104,7 +106,7 @@ class Decoder:
         decoded = self._run("decode", [jpeg for jpeg, is_fitting in zip(jpegs, fits, strict=True) if is_fitting])
         for is_fitting in fits:
             yield next(decoded) if is_fitting else None
-        if any(width * height > GROUP_PIXELS for width, height in sizes):
+        if any(width * height > LARGE_PIXELS for width, height in sizes):
             self._pipelines.clear()  # a pipeline keeps room for the largest picture that it has seen
 
     def _run(self, what: str, jpegs: Sequence[bytes]) -> Iterator[Any]:
