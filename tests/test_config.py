@@ -118,9 +118,7 @@ def test_a_switch_of_the_file_is_true_or_false(tmp_path: Path) -> None:
 
 
 def test_a_command_is_typed_again_with_arguments_and_repeated_options() -> None:
-    options = PackConfig(
-        sources=("my imgs", "b.tar"), out="o.rec", caption_key=("raw", "made"), shuffle=True, workers=3
-    )
+    options = PackConfig(sources=("my imgs", "b.tar"), out="o.rec", caption_key=("raw", "made"), workers=3)
     line = retype("pack", options, resume=True)
-    assert line == ("rwkvclip pack 'my imgs' b.tar o.rec --caption-key raw --caption-key made --workers 3 --resume")
+    assert line == "rwkvclip pack 'my imgs' b.tar o.rec --caption-key raw --caption-key made --workers 3 --resume"
     assert cli.parse("pack", line.replace("'my imgs'", "my-imgs").split()[2:]).caption_key == ("raw", "made")
