@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help demo test test-all test-cluster test-gpu lint type bench clean
+.PHONY: help demo test test-all test-cluster test-gpu lint type bench pictures clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ type: .venv/.ready  ## Static types
 
 bench: .venv/.ready  ## Speed, each figure beside its peer in the same run
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+pictures: .venv/.ready  ## Record the README's terminal pictures
+	$(BIN)/python .assets/record.py
 
 clean:  ## Remove what the other targets made
 	rm -rf .venv .venv-mxnet demo-run .pytest_cache .mypy_cache .ruff_cache *.egg-info
