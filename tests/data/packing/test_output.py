@@ -119,7 +119,9 @@ def sharded(count: int) -> tuple[str, ...]:
 KILLED = """
 import json, os, sys
 from pathlib import Path
+from rwkvclip_cli.data.packing.journal import Journal
 from rwkvclip_cli.data.packing.output import OutputSet
+from rwkvclip_cli.data.packing.reading import Position
 
 root, old, shards, first_kill, again = Path(sys.argv[1]), json.loads(sys.argv[2]), *map(int, sys.argv[3:])
 
@@ -147,6 +149,7 @@ def commit(out):
                 path.write_text("new")
         output.rejects.write("new")
         output.sources.write("new")
+        output.keep(Journal({}, "written", Position(), [], {"rejects": 3, "sources": 3}))
         return lambda: output.commit({"count": "new"}, shards or 1)
     return prepare
 
@@ -205,8 +208,10 @@ def test_a_commit_killed_at_any_point_leaves_the_old_files_or_the_new_to_the_nex
     for out in outs:
         if any(name.endswith(".rec") and not name.startswith(".") for name in os.listdir(out.parent)):
             assert len(age(out)) == 1, "a .rec beside files of another pack"
-        with OutputSet(str(out), overwrite=True):
+        with OutputSet(str(out), overwrite=True) as output:
             found.append(age(out))
+            assert (output.journal is None) == (found[-1] == {"new"}), "what could be continued is lost"
+            output.forget()
             there = {path.name for path in out.parent.iterdir() if not path.name.startswith(".")}
             assert there == set((sharded(shards) if shards else PLAIN) if found[-1] == {"new"} else old)
         assert {path.name for path in out.parent.iterdir()} == there
@@ -229,9 +234,11 @@ def test_a_clean_up_killed_at_any_point_is_finished_by_the_next(tmp_path, old, s
     outs = killed_at_every_point(tmp_path / "again", old, shards, last, again=True)
     assert len(outs) > 5
     for out in outs:
-        with OutputSet(str(out), overwrite=True):
+        with OutputSet(str(out), overwrite=True) as output:
             assert {path.name for path in out.parent.iterdir() if not path.name.startswith(".")} == set(old)
             assert age(out) == {"old"}
+            assert output.journal is not None, "what could be continued is lost"
+            output.forget()
         assert len(list(out.parent.iterdir())) == len(old)
 
 
@@ -244,8 +251,10 @@ def test_without_overwrite_what_a_killed_commit_left_is_cleaned_up_all_the_same(
             assert not any(path.exists() for path in finals(out))
     (tmp_path / "old").mkdir()
     for out in killed_at_every_point(tmp_path / "old", PLAIN):
-        with OutputSet(str(out), overwrite=False) as output, pytest.raises(UsageError, match=r"o\.\S+ exists already"):
-            output.start()
+        with OutputSet(str(out), overwrite=False) as output:
+            with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
+                output.start()
+            output.forget()
         assert {path.name for path in out.parent.iterdir()} == {path.name for path in finals(out)}
         assert len(age(out)) == 1
 
