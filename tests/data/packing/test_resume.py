@@ -87,13 +87,15 @@ WAYS = {
     "shuffle": {"shuffle": True, "seed": 5},
     "shards": {"shard_size": 7},
     "shuffled shards": {"shard_size": 10, "shuffle": True},
+    "dedupe": {"dedupe": True},
+    "shuffled shards without copies": {"shard_size": 10, "shuffle": True, "dedupe": True},
 }
 
 
-@pytest.mark.parametrize("options", [WAYS["plain"], WAYS["shuffled shards"]], ids=["plain", "shuffled shards"])
-def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(folder, sources, options):
-    drawn = moments(3, seed=len(options))
-    (whole,), *taken = killed(folder, drawn, sources=sources, **options)
+@pytest.mark.parametrize("way", ["plain", "dedupe", "shuffled shards without copies"])
+def test_a_pack_that_is_killed_anywhere_goes_on_to_the_same_bytes(folder, sources, way):
+    drawn = moments(3, seed=len(way))
+    (whole,), *taken = killed(folder, drawn, sources=sources, **WAYS[way])
     assert whole == TAKEN
     check_same(folder, len(drawn))
     for *before, after in taken:
