@@ -14,9 +14,7 @@ in memory, from which a second kernel makes those of r, k, w and u. Operands are
 sums are float32, so that results are exact up to their own rounding; nothing is added atomically, so they repeat.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,14 +23,8 @@ from torch import Tensor
 from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
 from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TREE_CHUNKS
 from rwkvclip_cli.model.wkv6_kernels.forward import forward_kernel
-from rwkvclip_cli.model.wkv6_kernels.whole import backward_whole_kernel, forward_whole_kernel
 
 TOKENS: int = CHUNK.value
-TILE: int = TREE_CHUNKS.value * TOKENS
-LARGEST_MAIN = 64
-"""Tokens whose scores one program holds: the least that Hopper's matrix units take in one step."""
-WIDE, WIDE_BACK = 16, 16
-"""Channels of a block, of the two kernels that take whole heads."""
 
 
 def wkv6_triton(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
@@ -84,25 +76,18 @@ def backward(
     batch, tokens, heads, channels = r.shape
     grad_r, grad_k, grad_v, grad_w = out or tuple(torch.empty_like(tensor) for tensor in (r, k, v, w))
     full = _is_full(r, k)
-    plan = _Plan.of(tokens)
+    short, tree = plans = _plans(tokens)
     kind = torch.float32 if full else torch.bfloat16
-    products = r.new_empty((1 if full else 2, batch * heads, plan.side, plan.side), dtype=kind)
+    products = r.new_empty((1 if full else 2, batch * heads, short.side, short.side), dtype=kind)
     strong = _launch_forward(k, r, grad_y, w, u, base, grad_v, v, products)
-    sums = r.new_zeros((2, batch, heads, plan.tree, channels), dtype=torch.float32)
-    several = triton.next_power_of_2(plan.tree)
-    gaps = r.new_zeros((batch * heads, several, channels), dtype=torch.float32) if several > 1 else sums
-    shared = {"N": channels, "FULL": full, "HAS_BASE": base is not None, "PARTS": plan.tree}
-    grid = (batch * heads,)
-    if batch and plan.whole:
-        backward_whole_kernel[grid](
-            r, k, w, u, base, products, grad_r, grad_k, grad_w, sums[0], sums[1], tokens, heads,
-            M=plan.main, X=plan.tail, WIDE=_wide(channels, WIDE_BACK), num_warps=plan.warps, num_stages=3, **shared,
-        )  # fmt: skip
-    for tree in plan.forms if batch else ():
-        backward_kernel[grid](
-            r, k, w, u, base, products, plan.side, grad_r, grad_k, grad_w, sums[0], sums[1], gaps, strong, tokens,
-            heads, CHUNKS=TREE_CHUNKS.value, GAPS=several, TREE=tree, FLAGS=plan.flags,
-            num_warps=TREE_CHUNKS.value, num_stages=1 if tree else 2, **shared,
+    sums = r.new_zeros((2, batch, heads, tree.tiles, channels), dtype=torch.float32)
+    for plan in plans if batch else ():
+        several = triton.next_power_of_2(plan.tiles)
+        gaps = r.new_zeros((batch * heads, several, channels), dtype=torch.float32) if several > 1 else sums
+        backward_kernel[(batch * heads,)](
+            r, k, w, u, base, products, grad_r, grad_k, grad_w, sums[0], sums[1], gaps, strong, tokens, heads,
+            N=channels, CHUNKS=plan.chunks, GAPS=several, FULL=full, HAS_BASE=base is not None, TREE=plan is tree,
+            FLAGS=short.tiles, PARTS=tree.tiles, num_warps=plan.chunks, num_stages=plan.stages,
         )  # fmt: skip
     grad_u, grad_base = sums.sum((1, 3)).unbind()
     return grad_r, grad_k, grad_v, grad_w, grad_u, None if base is None else grad_base
@@ -121,20 +106,14 @@ def _launch_forward(
 ) -> Tensor:
     """Fill y, and `products` where given; return which tiles' decays were too strong for the short form."""
     batch, tokens, heads, channels = r.shape
-    plan = _Plan.of(tokens)
-    strong = r.new_empty(batch * heads * plan.flags, dtype=torch.bool)
-    shared = {"N": channels, "FULL": _is_full(r, k), "HAS_BASE": base is not None}
-    if batch and plan.whole:
-        forward_whole_kernel[(batch * heads,)](
+    short, tree = plans = _plans(tokens)
+    strong = r.new_empty(batch * heads * short.tiles, dtype=torch.bool)
+    for plan in plans if batch else ():
+        forward_kernel[(batch * heads * plan.tiles,)](
             r, k, v, w, u, base, y, other, products, strong, tokens, heads,
-            M=plan.main, X=plan.tail, WIDE=_wide(channels, WIDE), WITH_PRODUCTS=products is not None,
-            num_warps=plan.warps, num_stages=3, **shared,
-        )  # fmt: skip
-    for tree in plan.forms if batch else ():
-        forward_kernel[(batch * heads * plan.tree,)](
-            r, k, v, w, u, base, y, other, products, strong, tokens, heads,
-            CHUNKS=TREE_CHUNKS.value, WITH_PRODUCTS=products is not None and not tree, MANY=plan.tree > 1, TREE=tree,
-            FLAGS=plan.flags, num_warps=TREE_CHUNKS.value, num_stages=1 if tree else 2, **shared,
+            N=channels, CHUNKS=plan.chunks, FULL=_is_full(r, k), HAS_BASE=base is not None,
+            WITH_PRODUCTS=products is not None and plan is short, MANY=plan.tiles > 1, TREE=plan is tree,
+            FLAGS=short.tiles, num_warps=plan.chunks, num_stages=plan.stages,
         )  # fmt: skip
     return strong
 
@@ -144,49 +123,21 @@ def _is_full(r: Tensor, k: Tensor) -> bool:
     return r.dtype == k.dtype == torch.float32
 
 
-def _wide(channels: int, most: int) -> int:
-    """The largest power of 2 up to `most` that divides a head's channels."""
-    return math.gcd(channels, most)
+class _Plan(NamedTuple):
+    """How tokens are cut into tiles of as many chunks as warps work on them."""
 
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a head's tokens are cut into tiles."""
-
-    main: int
-    tail: int
-    """Tokens of the main tile and of the tail of a head that one program takes whole; 0 and 0 for longer ones."""
-    tree: int
-    """Tiles of the tree, which are also those of longer heads."""
-
-    @classmethod
-    def of(cls, tokens: int) -> "_Plan":
-        tree = triton.cdiv(tokens, TILE)
-        main = TILE if tree == 1 else LARGEST_MAIN
-        tail = max(tokens - main, 0)
-        if tail > TILE:
-            return cls(0, 0, tree)
-        return cls(main, TOKENS * triton.next_power_of_2(triton.cdiv(tail, TOKENS)) if tail else 0, tree)
-
-    @property
-    def whole(self) -> bool:
-        return self.main > 0
-
-    @property
-    def forms(self) -> tuple[bool, ...]:
-        """The forms, of which the tree is one, that the kernels for tiles take after or instead of the whole head's."""
-        return (True,) if self.whole else (False, True)
+    chunks: int
+    tiles: int
+    stages: int
 
     @property
     def side(self) -> int:
-        """Tokens of all tiles of the short form, real or not."""
-        return self.main + self.tail if self.whole else self.tree * TILE
+        """Tokens of all tiles, real or not."""
+        return self.tiles * self.chunks * TOKENS
 
-    @property
-    def flags(self) -> int:
-        """Tiles of the short form that may each be too strong for it."""
-        return 1 if self.whole else self.tree
 
-    @property
-    def warps(self) -> int:
-        return self.main // 16
+def _plans(tokens: int) -> tuple[_Plan, _Plan]:
+    """The plans of the short form and of the tree: of the same side, as the one reads what the other left."""
+    tree = triton.cdiv(tokens, TREE_CHUNKS.value * TOKENS)
+    short = _Plan(4, 1, 3) if tree == 2 else _Plan(2, tree, 2)
+    return short, _Plan(TREE_CHUNKS.value, tree, 1)

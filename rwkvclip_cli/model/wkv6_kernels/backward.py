@@ -20,12 +20,12 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
     parted_at,
     to_border,
 )
-from rwkvclip_cli.model.wkv6_kernels.parts import counted, dot_parts, load_parts, parts
+from rwkvclip_cli.model.wkv6_kernels.parts import counted, counted_exactly, dot_parts, load_parts, parts
 
 
 @triton.jit
 def backward_kernel(
-    r, k, w, u, base, products, padded, grad_r, grad_k, grad_w, grad_u, grad_base, gaps, strong, tokens, heads,
+    r, k, w, u, base, products, grad_r, grad_k, grad_w, grad_u, grad_base, gaps, strong, tokens, heads,
     N: tl.constexpr, CHUNKS: tl.constexpr, GAPS: tl.constexpr, FULL: tl.constexpr, HAS_BASE: tl.constexpr,
     TREE: tl.constexpr, FLAGS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -43,6 +43,7 @@ def backward_kernel(
         base += channel
     r, k, w = r + first, k + first, w + first
     grad_r, grad_k, grad_w = grad_r + first, grad_k + first, grad_w + first
+    padded = tiles * M
     products += head.to(tl.int64) * padded * padded
     low_products = products + tl.num_programs(0).to(tl.int64) * padded * padded
     gaps += head.to(tl.int64) * GAPS * N
@@ -57,20 +58,18 @@ def backward_kernel(
         own = tile * M + row
         inside = (own < tokens)[:, None]
         place = own[:, None] * stride + lane[None, :]
-        kept = own < padded
         square = own[:, None] * padded + own[None, :]
-        inside_square = kept[:, None] & kept[None, :]
 
         # The gradients of what tokens receive: from earlier ones (below the diagonal), later ones and themselves.
-        product = tl.load(products + square, mask=inside_square, other=0.0)
+        product = tl.load(products + square)
         rest = product
         if not FULL:
-            rest = tl.load(low_products + square, mask=inside_square, other=0.0)
+            rest = tl.load(low_products + square)
         below = tl.where(earlier, product, 0.0)
         above = tl.where(later, product, 0.0)
         below_low = tl.where(earlier, rest, 0.0)
         above_low = tl.where(later, rest, 0.0)
-        diagonal = load_parts(products, low_products, own * padded + own, kept, FULL)[:, None]
+        diagonal = load_parts(products, low_products, own * padded + own, FULL)[:, None]
 
         for block in range(BLOCKS):
             at = block * CHUNK
@@ -95,7 +94,7 @@ def backward_kernel(
                 grad_k_tile += k_below + k_above
                 into_up = r_tile * r_above + k_tile * k_below
                 change = r_tile * r_below + k_tile * k_above - into_up
-                grad_decay = counted(later, change, None, FULL) - into_up
+                grad_decay = counted_exactly(later, change, FULL) - into_up
             else:
                 grad_decay = tl.zeros((M, CHUNK), tl.float32)
                 for level in tl.static_range(TREE_LEVELS):
@@ -110,7 +109,7 @@ def backward_kernel(
                     grad_r_tile += level_r
                     grad_k_tile += level_k
                     spanned = to_border(2**level, row[None, :], row[:, None])
-                    grad_decay += counted(spanned, r_tile * level_r + k_tile * level_k, None, FULL)
+                    grad_decay += counted_exactly(spanned, r_tile * level_r + k_tile * level_k, FULL)
 
             # Other tiles, the nearer first. A pair with whole tiles between it leaves its sum for those in `gaps`;
             # the barriers part what some threads of the program write there from what others read.
@@ -134,15 +133,13 @@ def backward_kernel(
                         there_size = decay_size(w, base, there_place, lane, at, there_inside, HAS_BASE)
                         received_at = own[:, None] * padded + there[None, :]
                         sent_at = there[:, None] * padded + own[None, :]
-                        received_there = kept[:, None] & (there < padded)[None, :]
-                        sent_there = (there < padded)[:, None] & kept[None, :]
-                        received = tl.load(products + received_at, mask=received_there, other=0.0)
-                        sent = tl.load(products + sent_at, mask=sent_there, other=0.0)
+                        received = tl.load(products + received_at)
+                        sent = tl.load(products + sent_at)
                         received_low = received
                         sent_low = sent
                         if not FULL:
-                            received_low = tl.load(low_products + received_at, mask=received_there, other=0.0)
-                            sent_low = tl.load(low_products + sent_at, mask=sent_there, other=0.0)
+                            received_low = tl.load(low_products + received_at)
+                            sent_low = tl.load(low_products + sent_at)
                         away = beyond(row[:, None], row[None, :], side == 1)
                         factor = tl.exp2(-counted(away, there_size, passed, FULL))
                         passed = counted(row[:, None] >= 0 * row[None, :], there_size, passed, FULL)
@@ -157,7 +154,7 @@ def backward_kernel(
                         if side == 1 and distance > 1:
                             gap_there = gaps + other_tile * N + at + lane
                             tl.store(gap_there, tl.load(gap_there) + tl.sum(pair_weight, axis=0))
-                    grad_decay += counted(beyond(row[None, :], row[:, None], side == 0), weight, None, FULL)
+                    grad_decay += counted_exactly(beyond(row[None, :], row[:, None], side == 0), weight, FULL)
                 tl.debug_barrier()
 
             grad_w_tile = grad_decay * (size * (-1.0 / LOG2_E))

@@ -40,17 +40,17 @@ def decay_size(w, base, place, lane, at, inside, HAS_BASE: tl.constexpr):
 
 @triton.jit
 def around_half(size, M: tl.constexpr, FULL: tl.constexpr):
-    """A tile's factors by which later tokens receive (`down`) and earlier send (`up`), and the exponents of the first.
+    """A tile's factors by which later tokens receive (`down`) and earlier send (`up`), and their largest exponent.
 
     down_t * up_s is the decay between s < t, and up_t * down_s that between t < s: with c the sum of all log decays
-    before a token, down = 2^(c - half) and up = 2^(half - c - own), where half of the tile's sum keeps both in range:
-    half, the first token's exponent, is the largest of them all.
+    before a token, down = 2^(c - half) and up = 2^(half - c - own), where half of the tile's sum keeps both in range.
     """
     row = tl.arange(0, M)[:, None]
     column = tl.arange(0, M)[None, :]
-    exponent = weighed(tl.where(column >= row, 0.5, -0.5), size, None, FULL)
+    down = tl.exp2(weighed(tl.where(column >= row, 0.5, -0.5), size, None, FULL))
     up = tl.exp2(weighed(tl.where(column <= row, 0.5, -0.5), size, None, FULL))
-    return tl.exp2(exponent), up, exponent
+    half = weighed(tl.full((M, M), 0.5, tl.float32), size, None, FULL)
+    return down, up, half
 
 
 @triton.jit

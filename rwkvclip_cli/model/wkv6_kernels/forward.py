@@ -23,9 +23,7 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
 )
 from rwkvclip_cli.model.wkv6_kernels.parts import (
     counted,
-    cut_made_good,
     dot_across,
-    dot_across_cut,
     dot_parts_stored,
     dot_stored,
     parts,
@@ -79,15 +77,16 @@ def forward_kernel(
             r_tile = tl.load(r + place + at, mask=inside, other=0.0).to(tl.float32)
             k_tile = tl.load(k + place + at, mask=inside, other=0.0).to(tl.float32)
             size = decay_size(w, base, place, lane, at, inside, HAS_BASE)
-            down, up, exponent = around_half(size, M, FULL)
-            largest = tl.maximum(largest, exponent, propagate_nan=tl.PropagateNan.ALL)
+            down, up, half = around_half(size, M, FULL)
+            largest = tl.maximum(largest, half, propagate_nan=tl.PropagateNan.ALL)
             bonus += r_tile * tl.load(u + at + lane)[None, :].to(tl.float32) * k_tile
-            below = dot_across_cut(r_tile * down, k_tile * up, below, FULL)
-            above = dot_across_cut(r_tile * up, k_tile * down, above, FULL)
-        below, above = cut_made_good(below, FULL), cut_made_good(above, FULL)
-        # What is no number goes to the tree, which does not cut it off.
-        weak = largest <= (LARGEST_HALF_FULL if FULL else LARGEST_HALF)
-        tl.store(strong + head * tiles + tile, tl.min(weak.to(tl.int32)) == 0)
+            r_down, r_down_low = parts(r_tile * down, FULL)
+            k_up, k_up_low = parts(k_tile * up, FULL)
+            below = dot_across(r_down, r_down_low, k_up, k_up_low, below, FULL)
+            r_up, r_up_low = parts(r_tile * up, FULL)
+            k_down, k_down_low = parts(k_tile * down, FULL)
+            above = dot_across(r_up, r_up_low, k_down, k_down_low, above, FULL)
+        tl.store(strong + head * tiles + tile, tl.max(largest) > (LARGEST_HALF_FULL if FULL else LARGEST_HALF))
     else:
         for block in range(BLOCKS):
             at = block * CHUNK
@@ -117,12 +116,15 @@ def forward_kernel(
     # Other tiles, the nearer first, to the left and then to the right; `between` sums the decays of tiles passed by.
     for side in tl.static_range(2 if MANY else 0):
         received = ()
+        received_low = ()
         between = ()
         for block in tl.static_range(BLOCKS):
             size = decay_size(w, base, place, lane, block * CHUNK, inside, HAS_BASE)
             factor = tl.exp2(-counted(beyond(row[:, None], row[None, :], side == 0), size, None, FULL))
             r_tile = tl.load(r + place + block * CHUNK, mask=inside, other=0.0).to(tl.float32)
-            received = received + (r_tile * factor,)
+            part, rest = parts(r_tile * factor, FULL)
+            received = received + (part,)
+            received_low = received_low + (rest,)
             between = between + (tl.zeros((M, CHUNK), tl.float32),)
         count = tile if side == 0 else tiles - 1 - tile
         for distance in range(1, count + 1):
@@ -139,10 +141,11 @@ def forward_kernel(
                 away = beyond(row[:, None], row[None, :], side == 1)
                 factor = tl.exp2(-counted(away, size, between[block], FULL))
                 k_tile = tl.load(k + there_place + block * CHUNK, mask=there_inside, other=0.0).to(tl.float32)
-                scores = dot_across_cut(received[block], k_tile * factor, scores, FULL)
+                part, rest = parts(k_tile * factor, FULL)
+                scores = dot_across(received[block], received_low[block], part, rest, scores, FULL)
                 passed = passed + (counted(row[:, None] >= 0 * row[None, :], size, between[block], FULL),)
             between = passed
-            high, low = parts(cut_made_good(scores, FULL), FULL)
+            high, low = parts(scores, FULL)
             added = ()
             for block in tl.static_range(BLOCKS):
                 added = added + (dot_parts_stored(high, low, there_v[block], totals[block], FULL),)

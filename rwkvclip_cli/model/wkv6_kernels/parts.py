@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-CUT_OFF = tl.constexpr(1.000704)
-"""What a product of two numbers loses on average where the matrix units cut each to 11 bits, as a factor.
-
-A cut takes 2^-11 on average, from significands between 1 and 2 whose logarithm is uniform: relatively 0.7213 2^-11."""
 
 
 @triton.jit
@@ -59,21 +55,6 @@ def dot_across(a_high, a_low, b_high, b_low, total, FULL: tl.constexpr):
 
 
 @triton.jit
-def dot_across_cut(a, b, total, FULL: tl.constexpr):
-    """a @ b^T + total for float32 operands of any range, of which without FULL only the first 11 bits are read."""
-    return tl.dot(a, tl.trans(b), total, input_precision="ieee" if FULL else "tf32")
-
-
-@triton.jit
-def cut_made_good(total, FULL: tl.constexpr):
-    """What `dot_across_cut` summed, without the cuts' bias."""
-    if FULL or INTERPRETED:
-        return total
-    else:
-        return total * CUT_OFF
-
-
-@triton.jit
 def dot_parts_stored(high, low, b, total, FULL: tl.constexpr):
     """a @ b + total for the parts of a and for b as it lies in memory: bfloat16 is exact as it is."""
     if b.dtype == tl.bfloat16:
@@ -96,19 +77,28 @@ def dot_stored(a, b, total, FULL: tl.constexpr):
 
 @triton.jit
 def weighed(weights, x, total, FULL: tl.constexpr):
-    """weights @ x + total, precise to 2^-16 of each summand; bfloat16 holds the `weights` exactly."""
+    """weights @ x + total, precise to 2^-11 of each summand; float16 holds the `weights` exactly."""
     if FULL:
         return tl.dot(weights, x, total, input_precision="ieee")
     else:
-        high, low = split(x)
-        weights = weights.to(tl.bfloat16)
-        return _dot_16(weights, low, _dot_16(weights, high, total))
+        return _dot_16(weights.to(tl.float16), x.to(tl.float16), total)
 
 
 @triton.jit
 def counted(selection, x, total, FULL: tl.constexpr):
-    """selection @ x + total, where `selection` holds truth values; precise to 2^-16 of each summand."""
+    """selection @ x + total, where `selection` holds truth values; precise to 2^-11 of each summand."""
     return weighed(selection.to(tl.float32), x, total, FULL)
+
+
+@triton.jit
+def counted_exactly(selection, x, FULL: tl.constexpr):
+    """selection @ x for x of any range: 16 bits of x's precision at least."""
+    if FULL:
+        return tl.dot(selection.to(tl.float32), x, input_precision="ieee")
+    else:
+        ones = selection.to(tl.float32).to(tl.bfloat16)
+        high, low = split(x)
+        return _dot_16(ones, low, _dot_16(ones, high, None))
 
 
 @triton.jit
@@ -121,9 +111,9 @@ def store_parts(high_pointer, low_pointer, where, x, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_parts(high_pointer, low_pointer, where, there, FULL: tl.constexpr):
-    """What `store_parts` kept, 0 where nothing is `there`."""
-    x = tl.load(high_pointer + where, mask=there, other=0.0).to(tl.float32)
+def load_parts(high_pointer, low_pointer, where, FULL: tl.constexpr):
+    """What `store_parts` kept."""
+    x = tl.load(high_pointer + where).to(tl.float32)
     if not FULL:
-        x += tl.load(low_pointer + where, mask=there, other=0.0).to(tl.float32)
+        x += tl.load(low_pointer + where).to(tl.float32)
     return x
