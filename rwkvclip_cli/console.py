@@ -7,6 +7,7 @@ Results go to stdout, everything else to stderr, and only rank 0 speaks.
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped early on request, everyt
 EXIT_SIGNAL = 128  # plus the signal's number, as shells report it
 
 PLAIN_LINE_EVERY_S = 10.0
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class RwkvClipError(Exception):
@@ -61,10 +63,19 @@ def _rank() -> str:
     return os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
 
 
+def visible(text: str) -> str:
+    r"""`text` as a terminal may have it: control characters but for line end and tab as \xNN.
+
+    File names, captions and column names are other people's: one that holds an escape sequence is to be read, not
+    obeyed.
+    """
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def say(text: str) -> None:
     """Write a log line or hint to stderr, from rank 0 alone."""
     if is_speaker():
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
@@ -75,20 +86,21 @@ def warn(text: str) -> None:
 def result(text: str) -> None:
     """Write a command's result to stdout, from rank 0 alone."""
     if is_speaker():
-        print(text, flush=True)
+        print(visible(text), flush=True)
 
 
 def result_json(document: Any) -> None:
     """Write one JSON document to stdout, from rank 0 alone."""
-    result(json.dumps(document, indent=2, ensure_ascii=False))
+    if is_speaker():
+        print(json.dumps(document, indent=2, ensure_ascii=False), flush=True)
 
 
 def show_error(error: RwkvClipError) -> None:
     """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
     where = "" if is_speaker() else f" [rank {_rank()}]"
-    print(f"rwkvclip{where}: {error.message}", file=sys.stderr)
+    print(visible(f"rwkvclip{where}: {error.message}"), file=sys.stderr)
     if error.hint:
-        print(f"  try: {error.hint}", file=sys.stderr)
+        print(visible(f"  try: {error.hint}"), file=sys.stderr)
     sys.stderr.flush()
 
 

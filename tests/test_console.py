@@ -1,5 +1,6 @@
 """Who speaks: rank 0 of several, and whoever is no rank, whatever a cluster calls the node."""
 
+import json
 import shlex
 import sys
 
@@ -80,3 +81,14 @@ def test_ranks_that_have_no_local_number_are_ranks_all_the_same(monkeypatch: pyt
     assert console.is_speaker()
     with distributed.process_group(timeout_s=1):
         assert not console.is_speaker()
+
+
+def test_escape_sequences_of_others_are_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b]0;mine\x07\r\x9b31m\x7f\tb\nc"
+    seen = "a\\x1b]0;mine\\x07\\x0d\\x9b31m\\x7f\tb\nc"
+    console.result(name)
+    console.warn(name)
+    console.show_error(RwkvClipError(name, hint=name))
+    assert capsys.readouterr() == (f"{seen}\n", f"warning: {seen}\nrwkvclip: {seen}\n  try: {seen}\n")
+    console.result_json({"name": name})
+    assert json.loads(capsys.readouterr().out) == {"name": name}

@@ -165,9 +165,12 @@ def check_metadata(root: str, options: SourceOptions) -> Columns:
 
 def _folders_to_ask(root: str) -> Iterator[str]:
     yield root
-    with os.scandir(root) as scan:
-        folders = [entry.path for entry in scan if entry.is_dir() and not entry.name.startswith(".")]
-    yield from sorted(folders, key=os.fsencode)
+    try:
+        # Not DirEntry.is_dir, which raises for a link to itself.
+        paths = [os.path.join(root, name) for name in os.listdir(root) if not name.startswith(".")]
+    except OSError:  # reading it tells
+        return
+    yield from sorted(filter(os.path.isdir, paths), key=os.fsencode)
 
 
 def _metadata_among(paths: Iterable[str], options: SourceOptions) -> str | None:

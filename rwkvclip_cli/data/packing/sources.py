@@ -77,10 +77,15 @@ def count_samples(found: Iterable[tuple[str, str]], options: SourceOptions) -> i
 def kind_of(path: str, options: SourceOptions) -> str:
     """The key of KINDS that a source is: the format asked for, or what its suffix says. UsageError where neither."""
     if not os.path.exists(path):
-        near = difflib.get_close_matches(os.path.basename(path), _neighbours(path), 1)
+        near = difflib.get_close_matches(os.path.basename(path), set(_neighbours(path)) - {os.path.basename(path)}, 1)
         hint = os.path.join(os.path.dirname(path), near[0]) if near else f"ls {os.path.dirname(path) or '.'}"
         raise UsageError(f"{path}: no such folder or file", hint)
     is_folder = os.path.isdir(path)
+    if not is_folder and not os.path.isfile(path):
+        # It is looked at first and then read, and a resumed pack reads it again: a pipe gives its bytes once.
+        raise UsageError(
+            f"{path}: a pipe, socket or device; a source is a folder or a regular file", "cat it into a file"
+        )
     if options.format != "auto":
         if options.format in ("folder", "imagefolder") and not is_folder:
             raise UsageError(f"--format {options.format}: {path} is a file", "--format table, or webdataset")

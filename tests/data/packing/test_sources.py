@@ -238,6 +238,32 @@ def test_a_source_that_cannot_be_is_refused(tmp_path, name, options, message):
         find(tmp_path / name, **options)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet", ".tar", ".tar.gz", ""])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_source_that_gives_its_bytes_once_or_for_ever_is_refused_unread(tmp_path, kind, suffix):
+    source = tmp_path / f"rows{suffix}"
+    if kind == "pipe":
+        os.mkfifo(source)
+    else:
+        source.symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match="a pipe, socket or device"):
+        find(source)
+
+
+def test_a_link_to_itself_is_one_reject_of_its_folder(tmp_path):
+    write(tmp_path, {"a.jpg": "", "a.txt": "a"})
+    (tmp_path / "loop.jpg").symlink_to("loop.jpg")
+    items = list(read_sources(find(tmp_path), SourceOptions()))
+    assert [item.source for item in items] == [str(tmp_path / "a.jpg"), str(tmp_path / "loop.jpg")]
+
+
+def test_a_dangling_source_is_not_proposed_in_its_own_place(tmp_path):
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(UsageError) as fault:
+        find(tmp_path / "gone")
+    assert fault.value.hint == f"ls {tmp_path}"
+
+
 def test_a_misspelt_source_gets_the_nearest_name(tmp_path):
     write(tmp_path, {"images/a.jpg": ""})
     with pytest.raises(UsageError) as fault:
