@@ -7,13 +7,13 @@
 import contextlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.console import RwkvClipError, UsageError, progress
+from rwkvclip_cli.data.packing.growing import FollowingHash
 from rwkvclip_cli.data.packing.output import OutputSet
-from rwkvclip_cli.data.packing.record_files import FollowingHash
 from rwkvclip_cli.data.recordio import Record, RecordWriter, pack_record
 from rwkvclip_cli.inspect.check import MENDABLE, Checked, Prover, check_records
 from rwkvclip_cli.inspect.faults import FaultLog
@@ -62,13 +62,9 @@ def salvage(beside: Beside, prover: Prover | None, out: str) -> Salvaged:
                 before += not lost
         if not kept:
             raise RwkvClipError(f"{files.name}: no record is sound, nothing to salvage", f"ls -l {files.shards[0].rec}")
-        content_hash = FollowingHash(output.partial["rec"]).update()
-        size_bytes = output.partial["rec"].stat().st_size
-        manifest = _manifest(beside, kept, copied, lost) | {
-            "size_bytes": size_bytes,
-            "content_hash": content_hash,
-        }
-        output.commit(manifest)
+        with contextlib.closing(FollowingHash(output.partial["rec"])) as following:
+            written = following.update()
+        output.commit(_manifest(beside, kept, copied, lost) | asdict(written))
     return Salvaged(out, kept, before, dict(sorted(lost.items())))
 
 

@@ -1,16 +1,18 @@
 """How far a pack has come, on the disk beside its partial files: what `pack --resume` starts from.
 
->>> write_journal(folder, Journal(made_of, READING, Position(), [], {"rejects": 0, "sources": 0}, tally.document()))
+>>> write_journal(folder, Journal(made_of, READING, Position(), [], {}, tally.document()))
 >>> read_journal(folder).phase
 'reading'
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rwkvclip_cli.data.packing.growing import Extent
 from rwkvclip_cli.data.packing.reading import Position
 from rwkvclip_cli.data.packing.record_files import Shard
 from rwkvclip_cli.data.packing.switch import sync_folder, write_synced
@@ -24,7 +26,8 @@ class Journal:
     """A point at which all partial files were on the disk.
 
     made_of: options and sources, as JSON holds them. phase: what was being done. position: the inputs that are done.
-    shards, texts: how far the files of that phase are written, in bytes. tally: a `Tally.document`.
+    shards: how far the .rec and .idx files of that phase are written; files: the others, by their names in the folder,
+    and those that the phase reads. tally: a `Tally.document`.
     content_hash: of all .rec files, once they are written.
     """
 
@@ -32,7 +35,7 @@ class Journal:
     phase: str
     position: Position
     shards: list[Shard]
-    texts: dict[str, int]
+    files: dict[str, Extent]
     tally: dict[str, Any] = field(default_factory=dict)
     content_hash: str = ""
 
@@ -40,19 +43,30 @@ class Journal:
 def write_journal(folder: Path, journal: Journal) -> None:
     """Replace the journal of a folder. What it speaks of is to be on the disk before. Raises OSError."""
     aside = folder / f"{JOURNAL}.new"
-    write_synced(aside, json.dumps(asdict(journal)))
+    text = json.dumps(asdict(journal))
+    write_synced(aside, f"{_checksum(text)} {text}")
     os.replace(aside, folder / JOURNAL)
     sync_folder(folder)
 
 
 def read_journal(folder: Path) -> Journal | None:
-    """The journal of a folder; None where there is none that can be read."""
+    """The journal of a folder; None where there is none, or not every bit of it is as it was written."""
     try:
-        document = json.loads((folder / JOURNAL).read_text("utf-8"))
-        shards = [Shard(**shard) for shard in document.pop("shards")]
-        return Journal(position=Position(**document.pop("position")), shards=shards, **document)
-    except (OSError, ValueError, KeyError, TypeError):
+        checksum, _, text = (folder / JOURNAL).read_text("utf-8").partition(" ")
+        if checksum != _checksum(text):
+            return None
+        document = json.loads(text)
+        shards = [
+            Shard(shard["count"], Extent(**shard["rec"]), Extent(**shard["idx"])) for shard in document.pop("shards")
+        ]
+        files = {name: Extent(**extent) for name, extent in document.pop("files").items()}
+        return Journal(position=Position(**document.pop("position")), shards=shards, files=files, **document)
+    except (OSError, ValueError, KeyError, TypeError):  # the last two: of another version of rwkvclip
         return None
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def forget_journal(folder: Path) -> None:

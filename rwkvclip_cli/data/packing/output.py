@@ -14,11 +14,11 @@ import re
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.packing.journal import Journal, forget_journal, read_journal, write_journal
-from rwkvclip_cli.data.packing.reading import ANEW
+from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, check_extent
+from rwkvclip_cli.data.packing.journal import SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
 
 SUFFIXES = {
@@ -55,7 +55,8 @@ class OutputSet:
         self.partial = {part: self._aside / path.name for part, path in self.final.items()}
         # Where records are before --shuffle copies them to their places.
         self.scratch = self._aside / "unshuffled"
-        self._texts: dict[str, TextFile] = {}
+        self._texts: dict[str, GrowingFile] = {}
+        self._scratch_sources: Extent | None = None
         self._is_started = False
         try:
             self._switch.settle()
@@ -69,9 +70,9 @@ class OutputSet:
 
     def refuse_existing(self) -> None:
         """Raise UsageError where files of a set are there and are not to be replaced, or cannot be."""
-        for path in self.final.values():
+        for path in (*self.final.values(), *(self._folder / name for name in self.old_names())):
             if path.is_dir():
-                raise UsageError(f"{path}: is a folder; a pack writes a file of that name")
+                raise UsageError(f"{path}: is a folder; a pack writes a file of that name", "another name")
         _refuse_foreign(self.final["rec"], self._is_sharded)
         for name in self.old_names():
             if not self._overwrite:
@@ -108,26 +109,41 @@ class OutputSet:
                 self.scratch.mkdir(exist_ok=True)
             for part in TEXTS:
                 folder = self.scratch if in_scratch and part == "sources" else self._aside
-                self._open_text(part, folder, journal.texts[part] if journal else 0)
+                self._open_text(part, folder, journal)
+            if journal and journal.phase == SHUFFLING:
+                path = self.scratch / self.final["sources"].name
+                self._scratch_sources = journal.files[self.name_of(path)]
+                check_extent(path, self._scratch_sources)
         except OSError as error:
             _refuse(self.final["rec"], error)
 
-    def leave_scratch(self) -> Path:
-        """Write sources to their place from now on; where those are that were written in `scratch`."""
-        self.sources.close()
-        self._open_text("sources", self._aside, 0)
-        return self.scratch / self.final["sources"].name
+    def leave_scratch(self) -> None:
+        """Write sources to their place from now on; those in `scratch` are done."""
+        self._scratch_sources = self.sources.close()
+        self._open_text("sources", self._aside, None)
 
-    def _open_text(self, part: str, folder: Path, size_bytes: int) -> None:
-        self._texts[part] = TextFile(folder / self.final[part].name, size_bytes)
+    def _open_text(self, part: str, folder: Path, journal: Journal | None) -> None:
+        path = folder / self.final[part].name
+        self._texts[part] = GrowingFile(path, journal.files[self.name_of(path)] if journal else None)
+
+    def name_of(self, path: Path) -> str:
+        """What a journal calls one of the partial files."""
+        return path.relative_to(self._aside).as_posix()
+
+    def flush(self) -> dict[str, Extent]:
+        """Wait until the texts are on the disk; how far each is written."""
+        extents = {self.name_of(text.path): text.flush() for text in self._texts.values()}
+        if self._scratch_sources:
+            extents[self.name_of(self.scratch / self.final["sources"].name)] = self._scratch_sources
+        return extents
 
     @property
-    def rejects(self) -> "TextFile":
+    def rejects(self) -> GrowingFile:
         """OUT.rejects.jsonl, to write lines to."""
         return self._texts["rejects"]
 
     @property
-    def sources(self) -> "TextFile":
+    def sources(self) -> GrowingFile:
         """OUT.sources.tsv, to write lines to."""
         return self._texts["sources"]
 
@@ -161,8 +177,13 @@ class OutputSet:
     def commit(self, manifest: dict[str, Any], shards: int = 1) -> None:
         """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay.
 
-        `shards`: how many pairs of .rec and .idx there are.
+        `shards`: how many pairs of .rec and .idx there are. Raises RwkvClipError too for files that others have made
+        there since `start`.
         """
+        try:
+            self.refuse_existing()
+        except UsageError as error:
+            raise RwkvClipError(f"{error.message}; it was made while this pack ran", "move it away") from None
         new = [self.final[part].name for part in ("manifest", *TEXTS)]
         new += [path.name for number in range(shards) for path in self.record_paths(number)]
         try:
@@ -238,48 +259,6 @@ def _refuse_foreign(rec: Path, is_sharded: bool) -> None:
     for name in sorted(_numbered_files(rec)) if is_sharded else ():
         if os.path.lexists(manifest := beside(rec.with_name(name).with_suffix(".rec"), SUFFIXES["manifest"])):
             raise UsageError(f"{rec.with_name(name)} is a set of its own: there is a {manifest.name}", "another name")
-
-
-class TextFile:
-    """A UTF-8 file that grows behind its first `size_bytes` and whose faults name it; 0 makes it anew."""
-
-    def __init__(self, path: Path, size_bytes: int = 0) -> None:
-        self._path = path
-        try:
-            if size_bytes > (path.stat().st_size if size_bytes else 0):
-                raise UsageError(f"{path}: cannot be continued: it is shorter than the journal beside it says", ANEW)
-            self._file: BinaryIO = open(path, "r+b" if size_bytes else "wb")  # noqa: SIM115 - closed by its owner
-            self._file.truncate(size_bytes)
-            self._file.seek(size_bytes)
-        except OSError as error:
-            _refuse(path, error)
-
-    def write(self, text: str) -> None:
-        """Append text."""
-        try:
-            self._file.write(text.encode())
-        except OSError as error:
-            _refuse(self._path, error)
-
-    def flush(self) -> int:
-        """Wait until all is on the disk; how many bytes that is."""
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            return self._file.tell()
-        except OSError as error:
-            _refuse(self._path, error)
-
-    def close(self) -> None:
-        """Wait until all is on the disk and close the file."""
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
-
-    def abandon(self) -> None:
-        """Close the file whatever happens."""
-        with contextlib.suppress(OSError):
-            self._file.close()
 
 
 class _Lock:

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from rwkvclip_cli.data.packing.output import OutputSet, shard_names
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.reading import Reading, parts_of
-from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard
+from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard, record_checksum
 from rwkvclip_cli.data.packing.resume import made_of, refuse_differences
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
 from rwkvclip_cli.data.packing.seen import Seen
@@ -170,9 +169,14 @@ class _Pack:
             shards, content_hash = self._read(shards)
             if self._config.shuffle:
                 phase, shards = SHUFFLING, []
+                output.leave_scratch()
+                self._keep(phase, shards)
         if phase == SHUFFLING:
             shards, content_hash = self._shuffle(shards)
-        size_bytes = sum(shard.size_bytes for shard in shards)
+        if journal and journal.phase == WRITTEN:
+            with self._record_files(None, shards):  # compares the files with the journal
+                pass
+        size_bytes = sum(shard.rec.size_bytes for shard in shards)
         manifest = _manifest(self._config, self._tally, content_hash, size_bytes)
         if self._config.shard_size:
             recs = [path.name for path, _ in map(output.record_paths, range(len(shards)))]
@@ -223,9 +227,6 @@ class _Pack:
         output = self._output
         rec, idx = (output.scratch / output.final[part].name for part in ("rec", "idx"))
         sources = output.scratch / output.final["sources"].name
-        if not done:
-            output.leave_scratch()
-            self._keep(SHUFFLING, [])
         with self._record_files(None, done) as files:
             shuffle(
                 Unshuffled(rec, idx, sources),
@@ -247,14 +248,9 @@ class _Pack:
 
     def _seen(self, folder: Path | None) -> Seen:
         """What the records so far have shown, in `folder` or beside the partial files."""
-        config, tally = self._config, self._tally
-        return Seen(
-            folder or self._output.record_paths(0)[0].parent,
-            context_length=config.context_length,
-            dedupe=config.dedupe,
-            records=tally.count,
-            captions=tally.tokens.count,
-        )
+        config, aside = self._config, self._output.record_paths(0)[0].parent
+        done = {aside / name: extent for name, extent in self._journal.files.items()} if self._journal else {}
+        return Seen(folder or aside, context_length=config.context_length, dedupe=config.dedupe, done=done)
 
     def _items(self) -> Iterator[Item]:
         """The items that are left, each sample with its row of `--tokens`; UsageError for too few or too many rows."""
@@ -273,20 +269,20 @@ class _Pack:
         if began_s - self._last_checkpoint_s >= wait_s:
             shards = files.flush()
             if shards is not None:
-                if seen:
-                    seen.flush()
-                self._keep(phase, shards)
+                self._keep(phase, shards, seen=seen)
             self._last_checkpoint_s = time.monotonic()
             self._checkpoint_took_s = self._last_checkpoint_s - began_s
 
-    def _keep(self, phase: str, shards: list[Shard], content_hash: str = "") -> None:
+    def _keep(self, phase: str, shards: list[Shard], content_hash: str = "", seen: Seen | None = None) -> None:
         """Write a checkpoint: the .rec and .idx files are on the disk, up to what `shards` says."""
         if self._config.writer == "mxnet":
             return
-        texts = {"rejects": self._output.rejects.flush(), "sources": self._output.sources.flush()}
+        files = self._output.flush()
+        if seen:
+            files |= {self._output.name_of(path): extent for path, extent in seen.flush().items()}
         position = self._reading.position
         tally = self._tally.document()
-        self._output.keep(Journal(self._made_of, phase, position, shards, texts, tally, content_hash))
+        self._output.keep(Journal(self._made_of, phase, position, shards, files, tally, content_hash))
 
     def _summary(self, content_hash: str, size_bytes: int, shards: int) -> PackSummary:
         tally, statistics = self._tally, self._tally.statistics()
@@ -365,7 +361,7 @@ def _take(outcome: Outcome, tally: Tally, files: RecordFiles, output: OutputSet)
         output.rejects.write(_reject_line(outcome))
     else:
         files.write(outcome.labels, outcome.jpeg)
-        checksum = zlib.crc32(outcome.jpeg, zlib.crc32(outcome.labels))
+        checksum = record_checksum(outcome.labels, outcome.jpeg)
         output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{checksum:08x}\n")
         tally.add(outcome)
 
@@ -428,8 +424,7 @@ def _shard(rec: str, shard: Shard) -> dict[str, Any]:
     return {
         "rec": rec,
         "count": shard.count,
-        "size_bytes": shard.size_bytes,
-        "content_hash": shard.content_hash,
+        **asdict(shard.rec),
     }
 
 

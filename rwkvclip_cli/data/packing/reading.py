@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packing.growing import ANEW
 from rwkvclip_cli.data.packing.samples import Item, SourceOptions, printable
 from rwkvclip_cli.data.packing.sources import KINDS
-
-ANEW = "the same command without --resume starts anew"
 
 
 @dataclass(frozen=True)

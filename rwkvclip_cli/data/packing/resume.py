@@ -11,7 +11,8 @@ from typing import Any
 from rwkvclip_cli import __version__
 from rwkvclip_cli.config import PackConfig, option_fields, option_name
 from rwkvclip_cli.console import UsageError
-from rwkvclip_cli.data.packing.reading import ANEW, Part, look_at
+from rwkvclip_cli.data.packing.growing import ANEW
+from rwkvclip_cli.data.packing.reading import Part, look_at
 from rwkvclip_cli.data.packing.samples import printable
 
 # Options that have no part in the bytes of the files.

@@ -7,37 +7,39 @@
 
 Everything is in files of the pack's partial folder that only grow: for each record 24 bytes and its source's name, for
 each caption 8 bytes. Memory holds 8 bytes and a slot of a hash table for each record, so about 20. A pack that goes on
-after `flush` gives the numbers of records and captions that it had then: what was appended later is cut off.
+gives what `flush` told: what was appended later is cut off.
 """
 
-import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NoReturn, Self
+from typing import Self
 
 import numpy as np
 
-from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.packing.digest import CAPTION_BYTES, DIGEST_BYTES, caption_hashes
+from rwkvclip_cli.data.packing.growing import Extent, GrowingFile
 from rwkvclip_cli.data.packing.pool import Outcome
 from rwkvclip_cli.data.packing.samples import Reject
 from rwkvclip_cli.data.packing.worker import Packed
 
 PICTURES, NAMES, CAPTIONS = "seen-pictures", "seen-names", "seen-captions"
 WORD_BYTES = 8
+NOTHING: Mapping[Path, Extent] = {}
 FIRST_SLOTS = 1 << 16
 COUNTED_AT_ONCE = 1 << 22
 
 
 class Seen:
-    """The pictures and captions of the `records` and `captions` that a pack has written, and of further ones."""
+    """The pictures and captions that a pack has written, as `done` (what `flush` returned) says, and further ones."""
 
-    def __init__(self, folder: Path, *, context_length: int, dedupe: bool, records: int = 0, captions: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, context_length: int, dedupe: bool, done: Mapping[Path, Extent] = NOTHING
+    ) -> None:
         self._context_length = context_length
-        self._captions = GrowingFile(folder / CAPTIONS, captions * CAPTION_BYTES)
-        self._pictures = SeenPictures(folder, records) if dedupe else None
+        self._captions = GrowingFile(folder / CAPTIONS, done.get(folder / CAPTIONS))
+        self._pictures = SeenPictures(folder, done) if dedupe else None
 
     def sift(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         """Yield the outcomes, those that show the picture of an earlier record as rejects. Never reads ahead."""
@@ -68,11 +70,10 @@ class Seen:
             found.append(hashes[hashes % np.uint64(parts) == part])
         return len(np.unique(np.concatenate(found)))
 
-    def flush(self) -> None:
-        """Wait until all of it is on the disk."""
-        self._captions.flush()
-        if self._pictures:
-            self._pictures.flush()
+    def flush(self) -> dict[Path, Extent]:
+        """Wait until all of it is on the disk; how far each file is written."""
+        pictures = self._pictures.flush() if self._pictures else {}
+        return {self._captions.path: self._captions.flush(), **pictures}
 
     def __enter__(self) -> Self:
         return self
@@ -80,28 +81,25 @@ class Seen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._captions.close()
+        self._captions.abandon()
         if self._pictures:
             self._pictures.close()
 
 
 class SeenPictures:
-    """The digest of every record's picture and the source that it came from; files in `folder`, cut to `count`.
-
-    Raises RwkvClipError where there are fewer than that.
-    """
+    """The digest of every record's picture and the source that it came from; files in `folder`, up to `done`."""
 
     ENTRY_BYTES = DIGEST_BYTES + WORD_BYTES  # a digest, and where in the file of names the record's name ends
 
-    def __init__(self, folder: Path, count: int = 0) -> None:
+    def __init__(self, folder: Path, done: Mapping[Path, Extent] = NOTHING) -> None:
         self._table = _Table()
-        self._entries = GrowingFile(folder / PICTURES, count * self.ENTRY_BYTES)
+        self._entries = GrowingFile(folder / PICTURES, done.get(folder / PICTURES))
         step_bytes = FIRST_SLOTS * self.ENTRY_BYTES
         for start in range(0, self._entries.size_bytes, step_bytes):
             block = self._entries.read(start, step_bytes)
             for at in range(0, len(block), self.ENTRY_BYTES):
                 self._table.add(int.from_bytes(block[at : at + WORD_BYTES], "little"))
-        self._names = GrowingFile(folder / NAMES, self._name_end(count - 1))
+        self._names = GrowingFile(folder / NAMES, done.get(folder / NAMES))
 
     def add(self, digest: bytes, source: str) -> str | None:
         """The source of the first picture of that digest; None for a new one, which is now the first."""
@@ -120,15 +118,14 @@ class SeenPictures:
             return 0
         return int.from_bytes(self._entries.read(number * self.ENTRY_BYTES + DIGEST_BYTES, WORD_BYTES), "little")
 
-    def flush(self) -> None:
-        """Wait until all of it is on the disk."""
-        self._names.flush()
-        self._entries.flush()
+    def flush(self) -> dict[Path, Extent]:
+        """Wait until all of it is on the disk; how far each file is written."""
+        return {file.path: file.flush() for file in (self._names, self._entries)}
 
     def close(self) -> None:
         """Close the files."""
-        self._names.close()
-        self._entries.close()
+        self._names.abandon()
+        self._entries.abandon()
 
 
 class _Table:
@@ -166,62 +163,3 @@ class _Table:
         while slots[place]:
             place = (place + 1) & mask
         slots[place] = number + 1
-
-
-class GrowingFile:
-    """A file that is appended to behind its first `size_bytes` and read anywhere; 0 makes it anew.
-
-    Raises RwkvClipError where it is shorter than that, or the disk refuses.
-    """
-
-    def __init__(self, path: Path, size_bytes: int = 0) -> None:
-        self._path = path
-        self.size_bytes = size_bytes
-        self._is_written = True
-        try:
-            self._file: BinaryIO = open(path, "r+b" if size_bytes else "w+b")  # noqa: SIM115 - closed by its owner
-            if os.fstat(self._file.fileno()).st_size < size_bytes:
-                raise RwkvClipError(f"{path} has fewer than the {size_bytes:,} bytes that were written to it")
-            if size_bytes:
-                self._file.truncate(size_bytes)
-                self._file.seek(size_bytes)
-        except OSError as error:
-            self._refuse(error)
-
-    def append(self, data: bytes) -> None:
-        """Write at the end."""
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._refuse(error)
-        self.size_bytes += len(data)
-        self._is_written = False
-
-    def read(self, offset: int, count: int) -> bytes:
-        """`count` bytes at `offset`, fewer at the end alone."""
-        try:
-            if not self._is_written:
-                self._file.flush()
-                self._is_written = True
-            return os.pread(self._file.fileno(), count, offset)
-        except OSError as error:
-            self._refuse(error)
-
-    def flush(self) -> None:
-        """Wait until all of it is on the disk."""
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._refuse(error)
-
-    def close(self) -> None:
-        """Close the file. What a full disk does not take is not missed: nobody reads it any more."""
-        try:
-            self._file.close()
-        except OSError:
-            self._is_written = True
-
-    def _refuse(self, error: OSError) -> NoReturn:
-        folder = self._path.absolute().parent.parent
-        raise RwkvClipError(f"cannot write {self._path}: {error.strerror}", f"df -h {folder}") from error

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkvclip_cli.console import progress
+from rwkvclip_cli.console import RwkvClipError, progress
 from rwkvclip_cli.data.mixing import mixed
 from rwkvclip_cli.data.packed import line_starts
-from rwkvclip_cli.data.packing.output import TextFile
-from rwkvclip_cli.data.packing.record_files import RecordFiles
-from rwkvclip_cli.data.recordio import RecordReader
+from rwkvclip_cli.data.packing.growing import GrowingFile, cannot_continue
+from rwkvclip_cli.data.packing.record_files import RecordFiles, record_checksum
+from rwkvclip_cli.data.recordio import Record, RecordReader
 
 TAB = "\t"
 
@@ -38,24 +38,47 @@ def shuffled_order(count: int, seed: int) -> "np.ndarray[tuple[int], np.dtype[np
 
 
 def shuffle(
-    unshuffled: Unshuffled, files: RecordFiles, sources: TextFile, seed: int, after_each: Callable[[], object]
+    unshuffled: Unshuffled, files: RecordFiles, sources: GrowingFile, seed: int, after_each: Callable[[], object]
 ) -> None:
     """Append the records that `files` does not hold yet, and their lines, in the seed's order.
 
-    `after_each` is called when both have taken one. Raises RwkvClipError where the disk does not take the copy.
+    `after_each` is called when both have taken one. Raises RwkvClipError where the disk does not take the copy,
+    UsageError where records and index are not those that `unshuffled.sources` has the checksums of.
     """
     starts = line_starts(unshuffled.sources)
     with (
-        RecordReader(unshuffled.rec, unshuffled.idx) as reader,
+        _open(unshuffled, len(starts) - 1) as reader,
         unshuffled.sources.open("rb") as lines,
         progress(len(reader), "shuffling", "records", files.count) as bar,
     ):
         order = shuffled_order(len(reader), seed)
         for new, old in enumerate(map(int, order[files.count :]), files.count):
-            record = reader.record(old)
-            files.write(array("f", record.labels), record.image)
             lines.seek(int(starts[old]))
             line = lines.readline().decode()
+            record = _read(reader, old, line)
+            files.write(array("f", record.labels), record.image)
             sources.write(f"{new}\t{line.partition(TAB)[2]}")
             bar.advance(1)
             after_each()
+
+
+def _open(unshuffled: Unshuffled, count: int) -> RecordReader:
+    try:
+        reader = RecordReader(unshuffled.rec, unshuffled.idx)
+    except RwkvClipError as error:
+        raise cannot_continue(unshuffled.idx, error.message) from error
+    if len(reader) != count:
+        reader.close()
+        raise cannot_continue(unshuffled.idx, f"it lists {len(reader):,} of {count:,} records")
+    return reader
+
+
+def _read(reader: RecordReader, ordinal: int, line: str) -> Record:
+    """A record, if it is the one that its line has the checksum of."""
+    try:
+        record = reader.record(ordinal)
+    except RwkvClipError as error:
+        raise cannot_continue(reader.path, error.message) from error
+    if f"{record_checksum(array('f', record.labels), record.image):08x}" != line.rstrip("\n").rpartition(TAB)[2]:
+        raise cannot_continue(reader.path, f"record {ordinal:,} is not what was written")
+    return record

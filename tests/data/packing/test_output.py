@@ -149,7 +149,7 @@ def commit(out):
                 path.write_text("new")
         output.rejects.write("new")
         output.sources.write("new")
-        output.keep(Journal({}, "written", Position(), [], {"rejects": 3, "sources": 3}))
+        output.keep(Journal({}, "written", Position(), [], output.flush()))
         return lambda: output.commit({"count": "new"}, shards or 1)
     return prepare
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import resource
@@ -16,8 +17,11 @@ import pytest
 from helpers import run_cli
 from pack_files import HALTING, SUFFIXES, files_of, folder_of, halted, photo, write_tar
 
+import rwkvclip_cli.data.packing.pack as packing
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packing.journal import Journal
+from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.pack import pack
 
 COUNT = 30
@@ -419,3 +423,102 @@ def test_a_disk_that_fails_under_a_table_is_one_clear_error_and_the_pack_goes_on
     assert message.startswith(f"rwkvclip: cannot read {source}: Input/output error; ")
     assert message.endswith("records are kept")
     assert resumed(source, out) == whole
+
+
+DAMAGE = {
+    "flipped": lambda path: path.write_bytes(bytes(byte ^ (at == 3) for at, byte in enumerate(path.read_bytes()))),
+    "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "gone": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+def kept_files(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.parent.iterdir() if path.name.startswith("o")}
+
+
+def refusal(config: PackConfig) -> UsageError | None:
+    try:
+        pack(config)
+    except UsageError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True, "dedupe": True, "shard_size": 7},
+        SLOW({"dedupe": True}),
+        SLOW({"shard_size": 7}),
+        SLOW({"shuffle": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("phase", ["reading", "shuffling", "written"])
+def test_no_damage_to_what_is_continued_comes_under_the_final_names(tmp_path, monkeypatch, phase, options):
+    """Whichever of the partial files it is: --resume gives the undisturbed bytes, or refuses and says how to go on."""
+    if phase == "shuffling" and "shuffle" not in options:
+        pytest.skip("nothing is shuffled")
+    source = folder_of(tmp_path / "imgs", COUNT)
+    monkeypatch.setattr(packing, "CHECKPOINT_EVERY_S", 0)
+    monkeypatch.setattr(packing, "CHECKPOINT_SHARE", 0)
+    config = PackConfig(sources=(str(source),), out="", workers=1, proof="none", resume=True)
+    config = dataclasses.replace(config, **options)
+
+    class StopError(Exception):
+        pass
+
+    def stop_in_phase(output: OutputSet, journal: Journal) -> None:
+        keep(output, journal)
+        if journal.phase == phase and (phase == "written" or sum(shard.count for shard in journal.shards) >= 12):
+            raise StopError
+
+    keep = OutputSet.keep
+    (tmp_path / "whole").mkdir()
+    pack(dataclasses.replace(config, out=str(tmp_path / "whole" / "o.rec")))
+    whole = kept_files(tmp_path / "whole" / "o.rec")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputSet, "keep", stop_in_phase)
+        with pytest.raises(StopError):
+            pack(dataclasses.replace(config, out=str(begun / "o.rec")))
+    partial = begun / ".o.rec.partial"
+    damaged = sorted(path.relative_to(begun) for path in partial.rglob("*") if path.is_file())
+    refused = 0
+    for number, (path, (damage, do)) in enumerate(itertools.product(damaged, DAMAGE.items())):
+        out = tmp_path / str(number) / "o.rec"
+        shutil.copytree(begun, out.parent)
+        do(out.parent / path)
+        error = refusal(dataclasses.replace(config, out=str(out)))
+        refused += error is not None
+        assert error is None or ("cannot be continued" in error.message and "without --resume" in error.hint), path
+        assert kept_files(out) == ({} if error else whole), (path, damage)
+        shutil.rmtree(out.parent)
+    assert refused >= 4 * 3
+
+
+def test_what_others_made_while_a_pack_ran_is_not_replaced(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    with halted(20, source, out) as pack_:
+        out.write_bytes(b"mine")
+        exit_code, result, log = pack_.go_on()
+    assert (exit_code, result) == (1, "")
+    assert f"{out} exists already; it was made while this pack ran; 30 records are kept" in log
+    assert "try: move it away; then rwkvclip pack " in log
+    assert out.read_bytes() == b"mine"
+    assert shown(tmp_path) == ["imgs", "o.rec"]
+    out.unlink()
+    assert resumed(source, out) == undisturbed(source)
+
+
+@pytest.mark.parametrize(("name", "options"), [("o.idx", {}), ("o-00000.rec", {"shard_size": 7})], ids=str)
+def test_a_folder_of_the_name_of_an_output_is_never_removed(tmp_path, name, options):
+    source = folder_of(tmp_path / "imgs", 3)
+    (tmp_path / name / "mine").mkdir(parents=True)
+    config = PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), proof="none", overwrite=True)
+    with pytest.raises(UsageError, match=f"{name}: is a folder"):
+        pack(dataclasses.replace(config, **options))
+    assert (tmp_path / name / "mine").is_dir()

@@ -1,0 +1,66 @@
+"""Files that grow, are cut to what was written down of them, and are refused where they are something else."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.data.packing.growing import ANEW, Extent, FollowingHash, GrowingFile, check_extent
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda path: path.write_bytes(b"abcdf"),
+    "shorter": lambda path: path.write_bytes(b"abcd"),
+    "gone": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+def test_a_file_goes_on_behind_what_was_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    file = GrowingFile(path)
+    file.write("a\u00e4")
+    done = file.flush()
+    assert done == Extent(3, hashlib.sha256(b"a\xc3\xa4").hexdigest())
+    file.append(b"lost")
+    file.abandon()
+    again = GrowingFile(path, done)
+    assert path.read_bytes() == b"a\xc3\xa4"
+    again.append(b"xyz")
+    assert again.read(2, 9) == b"\xa4xyz"
+    assert again.close() == Extent(6, hashlib.sha256(b"a\xc3\xa4xyz").hexdigest())
+    assert again.close() is None
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_file_that_is_not_what_it_was_is_refused_and_left_alone(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "log"
+    file = GrowingFile(path)
+    file.append(b"abcde")
+    done = file.close()
+    assert done is not None
+    check_extent(path, done)
+    DAMAGE[damage](path)
+    before = path.read_bytes() if path.is_file() else None
+    for use in (check_extent, GrowingFile):
+        with pytest.raises(UsageError, match="cannot be continued") as fault:
+            use(path, done)
+        assert fault.value.hint == ANEW
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_hash_over_several_files_is_that_of_all_bytes_in_turn(tmp_path: Path) -> None:
+    total = hashlib.sha256()
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name * 3)
+        following = FollowingHash(tmp_path / name, total)
+        assert following.update(2).size_bytes == 2
+        assert following.update() == Extent(3, hashlib.sha256(name.encode() * 3).hexdigest())
+        following.close()
+    assert total.digest() == hashlib.sha256(b"aaabbb").digest()
+
+
+def test_a_file_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(RwkvClipError, match="cannot write .*log: No such file or directory"):
+        GrowingFile(tmp_path / "nowhere" / "log")
