@@ -21,8 +21,6 @@ from rwkvclip_cli.data.shards import SetFiles, Shard, locate
 FIRST_WORDS = struct.Struct("<IIIfQ")  # of a record: magic, flag and length, number of label values, label, id
 SOURCE_INFO = b" at index "  # what DALI writes between the path of a .rec and a record's offset in it
 BLOCK_RECORDS = 1 << 20
-NEWLINE = ord("\n")
-SCAN_BYTES = 1 << 24
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
 
@@ -95,17 +93,6 @@ class PackedSet:
                     files.append(self.recs[number])
                     joined_bytes += int(self.starts[number + 1] - self.starts[number])
         return files
-
-
-def line_starts(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where each line of a text file starts, and where the last one ends: (lines + 1,) byte offsets."""
-    text = np.memmap(path, dtype=np.uint8, mode="r")
-    ends = [
-        first + 1 + np.flatnonzero(text[first : first + SCAN_BYTES] == NEWLINE)
-        for first in range(0, len(text), SCAN_BYTES)
-    ]
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
-    return starts if starts[-1] == len(text) else np.append(starts, len(text))
 
 
 def open_packed(path: str | Path) -> PackedSet:

@@ -18,7 +18,16 @@ from typing import Any
 
 from rwkvclip_cli.console import UsageError
 
-MANIFEST_SUFFIX = ".manifest.json"
+FORMAT_VERSION = 1
+# The files of a set by part, the .rec last.
+SUFFIXES = {
+    "idx": ".idx",
+    "manifest": ".manifest.json",
+    "rejects": ".rejects.jsonl",
+    "sources": ".sources.tsv",
+    "rec": ".rec",
+}
+MANIFEST_SUFFIX = SUFFIXES["manifest"]
 MAX_MANIFEST_BYTES = 1 << 26
 SHARD_STEM = re.compile(r"(.+)-([0-9]{5,})")
 # What the manifest says of all shards together, which is not true of one.
@@ -67,7 +76,7 @@ class SetFiles:
     @property
     def manifest_path(self) -> Path:
         """OUT.manifest.json."""
-        return manifest_beside(self.rec)
+        return beside(self.rec, "manifest")
 
     def check_there(self) -> None:
         """Raise UsageError where one of the .rec files is missing."""
@@ -86,9 +95,9 @@ class SetFiles:
         return None if rec == self.name else rec.name
 
 
-def manifest_beside(rec: Path) -> Path:
-    """Where the manifest of OUT.rec lies."""
-    return rec.with_name(rec.name.removesuffix(".rec") + MANIFEST_SUFFIX)
+def beside(rec: Path, part: str) -> Path:
+    """The path of a part (a key of SUFFIXES) of the set OUT.rec."""
+    return rec.with_name(rec.name.removesuffix(".rec") + SUFFIXES[part])
 
 
 def locate(name: str | Path) -> SetFiles:
@@ -110,12 +119,12 @@ def locate(name: str | Path) -> SetFiles:
 
 def _named(rec: Path) -> SetFiles:
     """The set whose records are in `rec`, or in the shards of that name."""
-    manifest, fault = read_manifest(manifest_beside(rec))
+    manifest, fault = read_manifest(beside(rec, "manifest"))
     listed = _listed(rec, manifest)
     if os.path.lexists(rec):
         if listed:
             raise UsageError(
-                f"{rec} is there, but {manifest_beside(rec).name} lists {len(listed):,} shards: two packs of one name",
+                f"{rec} is there, but {beside(rec, 'manifest').name} lists {len(listed):,} shards: two packs of one name",
                 hint=f"remove the one that is old; or name one shard, such as {listed[0].rec}",
             )
         if not (manifest or fault) and (whole := _set_of(rec)) is not None:
@@ -150,7 +159,7 @@ def _matching(pattern: Path) -> SetFiles:
         if listed == set(found):
             return whole
     origins = {path.with_name(_stem(path) + ".rec") for path in found} | set(found)
-    if any(manifest_beside(rec).is_file() for rec in origins):
+    if any(beside(rec, "manifest").is_file() for rec in origins):
         raise UsageError(
             f"{pattern} matches files of several packs, such as {found[0]} and {found[-1]}",
             hint="the name of one of them",
@@ -173,9 +182,9 @@ def _number(rec: Path) -> tuple[int, str]:
 def _set_of(shard: Path) -> SetFiles | None:
     """The set with a manifest that lists this shard, if there is one; one whose manifest is damaged may."""
     rec = shard.with_name(_stem(shard) + ".rec")
-    if rec == shard or not manifest_beside(rec).is_file():
+    if rec == shard or not beside(rec, "manifest").is_file():
         return None
-    manifest, fault = read_manifest(manifest_beside(rec))
+    manifest, fault = read_manifest(beside(rec, "manifest"))
     listed = _listed(rec, manifest)
     if fault or any(each.rec == shard for each in listed):
         return SetFiles(rec, rec, listed or (Shard(shard),), manifest, fault)
@@ -205,15 +214,17 @@ def _numbered(rec: Path) -> list[Path]:
     """The shards of a set without a manifest: what is named as they are and is no set of its own."""
     found = [Path(path) for path in glob.glob(f"{glob.escape(str(rec.with_suffix('')))}-*.rec")]
     return sorted(
-        (path for path in found if _stem(path) == rec.stem and not manifest_beside(path).exists()), key=_number
+        (path for path in found if _stem(path) == rec.stem and not beside(path, "manifest").exists()), key=_number
     )
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
     """A manifest and what is wrong with it; ({}, "") where there is none, ({}, fault) where it is damaged."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}, ""
     try:
+        if not path.is_file():
+            raise ValueError("it is no regular file")
         with path.open("rb") as file:
             document = json.loads(file.read(MAX_MANIFEST_BYTES).decode("utf-8"))
         for name in ("captions", "context_length", "count"):

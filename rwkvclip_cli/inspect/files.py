@@ -5,6 +5,7 @@
 (231, ('pairs.sources.tsv',))
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from rwkvclip_cli.data.packed import LABEL_WIDTH_PUBLISHED
-from rwkvclip_cli.data.packing.output import SUFFIXES
 from rwkvclip_cli.data.recordio import HEADER_BYTES
-from rwkvclip_cli.data.shards import SetFiles, Shard
+from rwkvclip_cli.data.shards import SetFiles, Shard, beside
 from rwkvclip_cli.inspect.faults import Fault
 from rwkvclip_cli.inspect.scan import PART, RecFile, Whole, label_count
 
@@ -86,11 +86,6 @@ class Beside:
         return "content_hash" in self.manifest
 
 
-def path_beside(rec: Path, part: str) -> Path:
-    """The path of a part (a key of `output.SUFFIXES`) of the set OUT.rec."""
-    return rec.with_name(rec.name.removesuffix(".rec") + SUFFIXES[part])
-
-
 def read_beside(files: SetFiles) -> Beside:
     """See which files hold the records of a set, how its records are laid out, and what is missing."""
     parts, misplaced = _arrange(files)
@@ -99,7 +94,7 @@ def read_beside(files: SetFiles) -> Beside:
     else:
         captions, context_length = _layout(_usual_width(parts))
     paths = [shard.idx for shard in files.shards]
-    paths += [path_beside(files.rec, part) for part in ("manifest", "rejects", "sources")]
+    paths += [beside(files.rec, part) for part in ("manifest", "rejects", "sources")]
     paths += [shard.rec for shard in files.shards]
     missing = tuple(path.name for path in paths if not path.is_file())
     return Beside(files, parts, misplaced, captions, context_length, missing)
@@ -179,7 +174,7 @@ class Sources:
 
     def __init__(self, rec: Path) -> None:
         """Of the set OUT.rec."""
-        self._path = path_beside(rec, "sources")
+        self._path = beside(rec, "sources")
         self._file: BinaryIO | None = None
         self._ahead: tuple[int, Origin] | None = None
         self._lines = iter(self._read())
@@ -202,9 +197,13 @@ class Sources:
         return None if self._file is None else self._number
 
     def _read(self) -> Iterator[tuple[int, Origin]]:
+        if not self._path.is_file():
+            self.fault = f"{self._path.name} is no regular file" if os.path.lexists(self._path) else ""
+            return
         try:
             self._file = self._path.open("rb")
-        except OSError:
+        except OSError as error:
+            self.fault = f"cannot read {self._path.name}: {error.strerror}"
             return
         while line := self._file.readline(MAX_LINE_BYTES):
             cells = line.decode("utf-8", "backslashreplace").rstrip("\n").split("\t")

@@ -15,11 +15,12 @@ from rwkvclip_cli.console import RwkvClipError, UsageError, progress
 from rwkvclip_cli.data.packing.growing import FollowingHash
 from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.recordio import Record, RecordWriter, pack_record
+from rwkvclip_cli.data.shards import FORMAT_VERSION
+from rwkvclip_cli.data.shards import beside as path_beside
 from rwkvclip_cli.inspect.check import MENDABLE, Checked, Prover, check_records
 from rwkvclip_cli.inspect.faults import FaultLog
-from rwkvclip_cli.inspect.files import Beside, path_beside
+from rwkvclip_cli.inspect.files import Beside
 
-FORMAT_VERSION = 1
 NOT_SALVAGED = ("statistics", "shards", "shard_size")
 
 
@@ -79,13 +80,12 @@ def _leave_out(checked: Checked, lost: Counter[str], output: OutputSet) -> None:
 def _copy_rejects(beside: Beside, output: OutputSet) -> int:
     """Carry the rejects of the pack over; return how many. Nobody knows which of them belong to one shard alone."""
     count = 0
-    if beside.files.is_part:
+    path = path_beside(beside.files.rec, "rejects")
+    if beside.files.is_part or not path.is_file():
         return count
     with (
         contextlib.suppress(OSError),
-        path_beside(beside.files.rec, "rejects").open(
-            encoding="utf-8", errors="backslashreplace", newline="\n"
-        ) as file,
+        path.open(encoding="utf-8", errors="backslashreplace", newline="\n") as file,
     ):
         for line in file:
             if line.endswith("\n"):

@@ -1,6 +1,7 @@
 """The modes of `rwkvclip inspect`, as documents, as text and as the command line gives them."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rwkvclip_cli import cli
 from rwkvclip_cli.config import InspectConfig, PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import open_packed
+from rwkvclip_cli.data.packing.output import SUFFIXES
 from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record, unpack_record
 from rwkvclip_cli.inspect import inspect_data
@@ -298,3 +300,13 @@ def test_the_command_proves_in_processes_and_ends_with_one_for_faults(packed, tm
     assert (document["sound"], document["records"], document["sound_records"]) == (False, 8, 7)
     assert {fault["record"] for fault in document["faults"] if "record" in fault} == {4}
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("part", ["manifest", "sources"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=str)
+def test_what_stands_in_the_place_of_a_file_is_a_fault(packed, tmp_path, part, make) -> None:
+    rec = copy_set(packed, tmp_path, [each for each in SUFFIXES if each != part])
+    make(rec.with_name(rec.stem + SUFFIXES[part]))
+    verdict = verified(rec, None)
+    assert verdict.log.counts[part] == 1
+    assert "is no regular file" in str(verdict.log.first[0])

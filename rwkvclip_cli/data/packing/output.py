@@ -20,14 +20,8 @@ from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, check_extent
 from rwkvclip_cli.data.packing.journal import SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
+from rwkvclip_cli.data.shards import SUFFIXES, beside
 
-SUFFIXES = {
-    "idx": ".idx",
-    "manifest": ".manifest.json",
-    "rejects": ".rejects.jsonl",
-    "sources": ".sources.tsv",
-    "rec": ".rec",
-}
 TEXTS = ("rejects", "sources")
 # Numbered files: OUT-00000.rec and on, with more digits where there are more.
 SHARD_DIGITS = 5
@@ -216,12 +210,7 @@ def final_paths(out: str) -> dict[str, Path]:
         raise UsageError(f"{out}: the output's name has to end in .rec", f"{out.rstrip('/')}.rec")
     if not rec.parent.is_dir():
         raise UsageError(f"{out}: no folder {rec.parent}", f"mkdir -p {rec.parent}")
-    return {part: beside(rec, suffix) for part, suffix in SUFFIXES.items()}
-
-
-def beside(rec: Path, suffix: str) -> Path:
-    """The file of that suffix that belongs to OUT.rec."""
-    return rec.with_name(rec.name.removesuffix(".rec") + suffix)
+    return {part: beside(rec, part) for part in SUFFIXES}
 
 
 def shard_names(rec: Path, number: int) -> tuple[str, str]:
@@ -257,7 +246,7 @@ def _refuse_foreign(rec: Path, is_sharded: bool) -> None:
     if match and rec.name in _listed_shards(rec.with_name(f"{match['stem']}{SUFFIXES['manifest']}")):
         raise UsageError(f"{rec} is a part of {match['stem']}.rec, which was packed with --shard-size", "another name")
     for name in sorted(_numbered_files(rec)) if is_sharded else ():
-        if os.path.lexists(manifest := beside(rec.with_name(name).with_suffix(".rec"), SUFFIXES["manifest"])):
+        if os.path.lexists(manifest := beside(rec.with_name(name).with_suffix(".rec"), "manifest")):
             raise UsageError(f"{rec.with_name(name)} is a set of its own: there is a {manifest.name}", "another name")
 
 

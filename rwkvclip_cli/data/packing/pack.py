@@ -35,8 +35,8 @@ from rwkvclip_cli.data.packing.tables import Columns
 from rwkvclip_cli.data.packing.tally import Tally
 from rwkvclip_cli.data.packing.tokens import check_rows, join_tokens, open_tokens
 from rwkvclip_cli.data.packing.worker import WorkerOptions
+from rwkvclip_cli.data.shards import FORMAT_VERSION
 
-FORMAT_VERSION = 1
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 20  # of the time at most a twentieth goes into checkpoints, whatever the disk takes for one
 

@@ -5,6 +5,7 @@
 """
 
 import hashlib
+import os
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from rwkvclip_cli.console import UsageError, progress
-from rwkvclip_cli.data.packing.growing import BLOCK_BYTES, Extent, FollowingHash
+from rwkvclip_cli.data.packing.growing import BLOCK_BYTES, Extent, FollowingHash, cannot_continue
 from rwkvclip_cli.data.packing.writers import Writer, open_writer
 from rwkvclip_cli.data.recordio import Written
 
@@ -72,6 +73,8 @@ class RecordFiles:
                 try:
                     self._rec_hash.check(shard.rec, bar.advance)
                     self._idx_hash.check(shard.idx)
+                    for path, extent in ((rec, shard.rec), (idx, shard.idx)):
+                        _cut(path, extent)
                 except UsageError:
                     self._close_hashes()
                     raise
@@ -145,3 +148,11 @@ class RecordFiles:
                 writer.__exit__(kind, error, traceback)
         finally:
             self._close_hashes()
+
+
+def _cut(path: Path, extent: Extent) -> None:
+    """Cut off what a file holds behind its extent: only the last of several is opened again."""
+    try:
+        os.truncate(path, extent.size_bytes)
+    except OSError as error:
+        raise cannot_continue(path, str(error.strerror)) from error

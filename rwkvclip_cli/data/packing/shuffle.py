@@ -15,12 +15,13 @@ import numpy as np
 
 from rwkvclip_cli.console import RwkvClipError, progress
 from rwkvclip_cli.data.mixing import mixed
-from rwkvclip_cli.data.packed import line_starts
 from rwkvclip_cli.data.packing.growing import GrowingFile, cannot_continue
 from rwkvclip_cli.data.packing.record_files import RecordFiles, record_checksum
 from rwkvclip_cli.data.recordio import Record, RecordReader
 
 TAB = "\t"
+NEWLINE = ord("\n")
+SCAN_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def shuffle(
     `after_each` is called when both have taken one. Raises RwkvClipError where the disk does not take the copy,
     UsageError where records and index are not those that `unshuffled.sources` has the checksums of.
     """
-    starts = line_starts(unshuffled.sources)
+    starts = _line_starts(unshuffled.sources)
     with (
         _open(unshuffled, len(starts) - 1) as reader,
         unshuffled.sources.open("rb") as lines,
@@ -82,3 +83,14 @@ def _read(reader: RecordReader, ordinal: int, line: str) -> Record:
     if f"{record_checksum(array('f', record.labels), record.image):08x}" != line.rstrip("\n").rpartition(TAB)[2]:
         raise cannot_continue(reader.path, f"record {ordinal:,} is not what was written")
     return record
+
+
+def _line_starts(path: Path) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Where each line of a text file starts, and where the last one ends: (lines + 1,) byte offsets."""
+    text = np.memmap(path, dtype=np.uint8, mode="r")
+    ends = [
+        first + 1 + np.flatnonzero(text[first : first + SCAN_BYTES] == NEWLINE)
+        for first in range(0, len(text), SCAN_BYTES)
+    ]
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
+    return starts if starts[-1] == len(text) else np.append(starts, len(text))

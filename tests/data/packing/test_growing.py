@@ -62,5 +62,5 @@ def test_a_hash_over_several_files_is_that_of_all_bytes_in_turn(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(RwkvClipError, match="cannot write .*log: No such file or directory"):
+    with pytest.raises(RwkvClipError, match=r"cannot write .*log: No such file or directory"):
         GrowingFile(tmp_path / "nowhere" / "log")

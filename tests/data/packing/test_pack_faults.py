@@ -428,6 +428,7 @@ def test_a_disk_that_fails_under_a_table_is_one_clear_error_and_the_pack_goes_on
 DAMAGE = {
     "flipped": lambda path: path.write_bytes(bytes(byte ^ (at == 3) for at, byte in enumerate(path.read_bytes()))),
     "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "grown": lambda path: path.write_bytes(path.read_bytes() + b"more\n"),
     "gone": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
