@@ -124,7 +124,7 @@ def _named(rec: Path) -> SetFiles:
     if os.path.lexists(rec):
         if listed:
             raise UsageError(
-                f"{rec} is there, but {beside(rec, 'manifest').name} lists {len(listed):,} shards: two packs of one name",
+                f"{rec} is there, but {rec.stem}{MANIFEST_SUFFIX} lists {len(listed):,} shards: two packs of one name",
                 hint=f"remove the one that is old; or name one shard, such as {listed[0].rec}",
             )
         if not (manifest or fault) and (whole := _set_of(rec)) is not None:

@@ -83,9 +83,7 @@ def kind_of(path: str, options: SourceOptions) -> str:
     is_folder = os.path.isdir(path)
     if not is_folder and not os.path.isfile(path):
         # It is looked at first and then read, and a resumed pack reads it again: a pipe gives its bytes once.
-        raise UsageError(
-            f"{path}: a pipe, socket or device; a source is a folder or a regular file", "cat it into a file"
-        )
+        raise UsageError(f"{path}: not a regular file but a pipe, socket or device", "cat it into a file")
     if options.format != "auto":
         if options.format in ("folder", "imagefolder") and not is_folder:
             raise UsageError(f"--format {options.format}: {path} is a file", "--format table, or webdataset")

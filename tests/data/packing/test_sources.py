@@ -246,7 +246,7 @@ def test_a_source_that_gives_its_bytes_once_or_for_ever_is_refused_unread(tmp_pa
         os.mkfifo(source)
     else:
         source.symlink_to("/dev/zero")
-    with pytest.raises(UsageError, match="a pipe, socket or device"):
+    with pytest.raises(UsageError, match="not a regular file but a pipe"):
         find(source)
 
 
