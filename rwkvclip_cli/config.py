@@ -94,12 +94,15 @@ def option_name(field: dataclasses.Field[Any]) -> str:
 def retype(name: str, config: Options, rest: Sequence[str] = (), **changes: object) -> str:
     """The command line that gives these options with `changes`: what is no default, then `rest` after `--`."""
     changed = dataclasses.replace(config, **changes)  # type: ignore[type-var]
-    words = ["rwkvclip", name]
+    arguments: list[str] = []
+    options: list[str] = []
     for each in option_fields(type(config)):
         value = getattr(changed, each.name)
         if value != each.default:
-            words += _spelled(each, value)
-    return shlex.join([*words, *(("--", *rest) if rest else ())])
+            (arguments if each.metadata["argument"] else options).extend(_spelled(each, value))
+    if any(argument.startswith("-") for argument in arguments):  # it would be taken for an option
+        return shlex.join(["rwkvclip", name, *options, "--", *arguments, *rest])
+    return shlex.join(["rwkvclip", name, *arguments, *options, *(("--", *rest) if rest else ())])
 
 
 def _spelled(field: dataclasses.Field[Any], value: object) -> list[str]:

@@ -1,5 +1,7 @@
 """Options that exclude each other: refused together, and the command line wins over the settings file."""
 
+import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,10 @@ def test_a_command_is_typed_again_with_arguments_and_repeated_options() -> None:
     line = retype("pack", options, resume=True)
     assert line == "rwkvclip pack 'my imgs' b.tar o.rec --caption-key raw --caption-key made --workers 3 --resume"
     assert cli.parse("pack", line.replace("'my imgs'", "my-imgs").split()[2:]).caption_key == ("raw", "made")
+
+
+def test_a_retyped_command_means_the_same_though_a_file_is_called_as_an_option_is() -> None:
+    options = PackConfig(sources=("imgs", "-x.csv"), out="-o.rec", proof="none")
+    command = shlex.split(retype("pack", options, resume=True))
+    assert command == ["rwkvclip", "pack", "--proof", "none", "--resume", "--", "imgs", "-x.csv", "-o.rec"]
+    assert cli.parse("pack", command[2:]) == dataclasses.replace(options, resume=True)

@@ -155,5 +155,7 @@ class GrowingFile:
 
     def _refuse(self, error: OSError) -> NoReturn:
         self._hash.close()
-        folder = self.path.absolute().parent
+        # The partial folder may be gone before the hint is read.
+        parents = self.path.absolute().parents
+        folder = next((each.parent for each in parents if each.name.endswith(".partial")), parents[0])
         raise RwkvClipError(f"cannot write {self.path}: {error.strerror}", f"df -h {folder}") from error

@@ -62,5 +62,7 @@ def test_a_hash_over_several_files_is_that_of_all_bytes_in_turn(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(RwkvClipError, match=r"cannot write .*log: No such file or directory"):
-        GrowingFile(tmp_path / "nowhere" / "log")
+    for folder in (tmp_path / ".o.rec.partial", tmp_path / ".o.rec.partial" / "unshuffled"):
+        with pytest.raises(RwkvClipError, match=r"cannot write .*log: No such file or directory") as fault:
+            GrowingFile(folder / "log")
+        assert fault.value.hint == f"df -h {tmp_path}"
