@@ -425,8 +425,14 @@ def test_a_disk_that_fails_under_a_table_is_one_clear_error_and_the_pack_goes_on
     assert resumed(source, out) == whole
 
 
+def flipped(data: bytes) -> bytes:
+    """One bit in every thousand bytes turned over: in every record, and in none of their heads."""
+    place = min(500, len(data) // 2)
+    return bytes(byte ^ (at % 997 == place) for at, byte in enumerate(data))
+
+
 DAMAGE = {
-    "flipped": lambda path: path.write_bytes(bytes(byte ^ (at == 3) for at, byte in enumerate(path.read_bytes()))),
+    "flipped": lambda path: path.write_bytes(flipped(path.read_bytes())),
     "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "grown": lambda path: path.write_bytes(path.read_bytes() + b"more\n"),
     "gone": lambda path: path.unlink(),
@@ -451,8 +457,8 @@ def refusal(config: PackConfig) -> UsageError | None:
     [
         {},
         {"shuffle": True, "dedupe": True, "shard_size": 7},
+        {"shard_size": 7},
         SLOW({"dedupe": True}),
-        SLOW({"shard_size": 7}),
         SLOW({"shuffle": True}),
     ],
     ids=str,
