@@ -49,7 +49,8 @@ class RecordFiles:
         self._kind = writer
         self._paths = paths
         self._shard_size = shard_size
-        self._sha256 = hashlib.sha256()
+        # Of one file alone, its own hash is that of all.
+        self._sha256 = hashlib.sha256() if shard_size else None
         self._finished = list(done[:-1])
         self._writer: Writer | None = None
         self._hash: FollowingHash | None = None
@@ -110,7 +111,9 @@ class RecordFiles:
     @property
     def content_hash(self) -> str:
         """The SHA-256 (hexadecimal) of the bytes of all closed .rec files, one after the other."""
-        return self._sha256.hexdigest()
+        if self._sha256 is not None:
+            return self._sha256.hexdigest()
+        return self._finished[0].content_hash if self._finished else hashlib.sha256().hexdigest()
 
     def _hash_on(self) -> str:
         assert self._hash is not None

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.channel import Channel
 from rwkvclip_cli.data.packing.digest import picture_digest
-from rwkvclip_cli.data.packing.images import read_file, read_header
+from rwkvclip_cli.data.packing.images import read_file
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
 from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
 from rwkvclip_cli.data.packing.tokens import BadTokens, is_marked, token_slots
@@ -108,7 +108,7 @@ def pack_samples(
             max(0, len(found) - options.captions),
             sum(not isinstance(caption, str) and not is_marked(caption) for caption in found[: options.captions]),
             blank[index],
-            read_header(pictures[index], options.images.max_pixels).format.lower(),
+            picture.format,
             picture_digest(pictures[index], options.images.max_pixels) if options.dedupe else b"",
         )
     return [outcome for outcome in outcomes if outcome is not None]
