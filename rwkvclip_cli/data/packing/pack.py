@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -195,12 +194,13 @@ class _Pack:
         config, tally = self._config, self._tally
         folder = self._output.scratch if config.shuffle else None
         workers = Pool(config.workers or _cores(), _worker_options(config))
-        estimate = estimate_inputs(self._found, self._options)
         with (
+            workers as pool,
             self._record_files(folder, done) as files,
             self._seen(folder) as seen,
-            workers as pool,
-            progress(estimate, "packing", "images", tally.count + tally.rejects) as bar,
+            progress(
+                estimate_inputs(self._found, self._options), "packing", "images", tally.count + tally.rejects
+            ) as bar,
         ):
             for outcome in seen.sift(pool.run(self._items())):
                 _take(outcome, tally, files, self._output)
@@ -250,7 +250,6 @@ class _Pack:
         config, tally = self._config, self._tally
         return Seen(
             folder or self._output.record_paths(0)[0].parent,
-            context_length=config.context_length,
             dedupe=config.dedupe,
             records=tally.count,
             captions=tally.tokens.count,
@@ -365,8 +364,7 @@ def _take(outcome: Outcome, tally: Tally, files: RecordFiles, output: OutputSet)
         output.rejects.write(_reject_line(outcome))
     else:
         files.write(outcome.labels, outcome.jpeg)
-        checksum = zlib.crc32(outcome.jpeg, zlib.crc32(outcome.labels))
-        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{checksum:08x}\n")
+        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{outcome.checksum:08x}\n")
         tally.add(outcome)
 
 

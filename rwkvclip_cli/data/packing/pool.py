@@ -188,6 +188,8 @@ class Pool:
         self._workers.append(worker)
 
     def __enter__(self) -> Self:
+        """Have a nursery load what workers need while this process looks at its sources."""
+        self._nursery = Nursery(self.options.images.proof)
         return self
 
     def __exit__(
