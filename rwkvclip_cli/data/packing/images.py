@@ -160,8 +160,9 @@ def read_eighth(data: bytes) -> RGB | None:
             if _orientation(image) in UPRIGHT:
                 return None
             image.draft(None, (1, 1))
+            image.decodermaxblock = len(data)  # else Pillow decodes what is behind 64 KiB in another go
             image.load()
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception:  # whatever it is, the whole decode tells it better
         return None
 
