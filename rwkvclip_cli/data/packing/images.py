@@ -200,7 +200,8 @@ def encode_jpeg(rgb: RGB, quality: int) -> bytes:
 
 
 @cache
-def _formats() -> tuple[str, ...]:
+def formats() -> tuple[str, ...]:
+    """The names of the picture formats that are tried. The first call loads a reader for each."""
     # The common formats first, as Pillow itself tries them: some of the rare ones have no magic to refuse by.
     Image.preinit()
     Image.init()
@@ -225,7 +226,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     if not data:
         raise BadImage("empty-file", "no bytes at all")
     try:
-        return Image.open(io.BytesIO(data), formats=_formats())
+        return Image.open(io.BytesIO(data), formats=formats())
     except UnidentifiedImageError as error:
         raise BadImage("unreadable-image", _resembles(data)) from error
     except Exception as error:

@@ -24,6 +24,7 @@ from multiprocessing.connection import wait
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing import worker
 from rwkvclip_cli.data.packing.channel import open_in_memory
+from rwkvclip_cli.data.packing.images import formats
 
 END_WAIT_S = 5.0
 
@@ -107,6 +108,8 @@ def main(descriptor: int, proof: str) -> None:
     Tokenizer().encode("")
     if proof == "decode":
         from nvidia.dali import Pipeline  # noqa: F401 - loaded for the workers
+
+        formats()
     gc.freeze()  # what is there stays, and stays shared: collections look at what comes later alone
     gc.enable()
     children: dict[int, int] = {}
