@@ -1,4 +1,4 @@
-"""What a packing process does: samples in, records out, over a channel. Started by `pool.Pool`.
+"""What a packing process does: samples in, records out, over a channel. Forked by a `nursery.Nursery`.
 
 >>> pack_samples([Sample("cat.jpg", image="cat.jpg", captions=("a cat",))], WorkerOptions())[0].kept
 'kept'
