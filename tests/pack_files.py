@@ -75,6 +75,15 @@ def folder_of(root: Path, count: int) -> Path:
     return root
 
 
+def family(pid: int) -> list[int]:
+    """A process and all below it, the nearest first: a pack, its nursery, its workers. Those that are left of it."""
+    found = [pid]
+    for member in found:
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{member}/task/{member}/children").read_text().split())
+    return found
+
+
 def files_of(out: Path) -> dict[str, bytes]:
     return {part: out.with_name(out.stem + suffix).read_bytes() for part, suffix in SUFFIXES.items()}
 

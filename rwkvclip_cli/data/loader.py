@@ -257,6 +257,8 @@ def _define(
             num_shards=spec.world_size if training else 1,
             shard_id=shard,
             random_shuffle=training,
+            # The records stay where the file is mapped; DALI's own choice sets a mebibyte aside for each of the buffer.
+            tensor_init_bytes=1,
             initial_fill=SHUFFLE_BUFFER if training else spec.batch_size,
             stick_to_shard=True,
             pad_last_batch=False,

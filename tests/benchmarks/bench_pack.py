@@ -36,6 +36,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from mxnet_env import MxnetUnavailableError, ensure_mxnet
+from pack_files import family
 
 DEMO = Path(__file__).parent.parent / "data" / "demo.tar"
 SLOTS = 3
@@ -169,19 +170,17 @@ def run(program: str, *arguments: object, python: str = sys.executable) -> tuple
 
 
 def most_memory(program: str, *arguments: object) -> int:
-    """The most bytes, proportionally for shared pages (PSS), that a program and its children hold at one time."""
+    """The most bytes, proportionally for shared pages (PSS), that a program and all below it hold at one time."""
     child = subprocess.Popen([sys.executable, "-c", CLOCK + program, *map(str, arguments)], stdout=-3, stderr=-3)
     most = 0
     ended = threading.Event()
     threading.Thread(target=lambda: (child.wait(), ended.set()), daemon=True).start()
     while not ended.wait(0.02):
-        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-        processes = [str(child.pid), *(children.read_text().split() if children.exists() else [])]
-        most = max(most, sum(map(_pss, processes)))
+        most = max(most, sum(map(_pss, family(child.pid))))
     return most
 
 
-def _pss(process: str) -> int:
+def _pss(process: int) -> int:
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended

@@ -1,6 +1,8 @@
 """What the loader gives: every record at most once an epoch, equal steps, the same again after a resume."""
 
 import io
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -149,6 +151,29 @@ def test_a_place_saved_in_shards_is_taken_up_in_them_and_in_the_unsharded_set(pa
         for path in (sharded, packed):
             again = TrainLoader(open_packed(path), spec, epoch=epoch, state=state)
             assert_same_batches(rest, list(again.batches(1)))
+
+
+TAKEN_UP = """
+import resource, sys
+from pathlib import Path
+from rwkvclip_cli.data.loader import LoaderSpec, TrainLoader
+from rwkvclip_cli.data.packed import open_packed
+def address_space():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+loader = TrainLoader(open_packed(sys.argv[1]), LoaderSpec(12, 16), epoch=0)
+next(loader.batches())
+state = loader.state()
+before = address_space()
+loader = TrainLoader(open_packed(sys.argv[1]), LoaderSpec(12, 16), epoch=0, state=state)
+next(loader.batches(1))
+print(address_space() - before)
+"""
+
+
+def test_a_loader_sets_no_memory_aside_that_it_never_uses(packed: Path) -> None:
+    # A process that claims more than the machine has cannot fork any more.
+    done = subprocess.run([sys.executable, "-c", TAKEN_UP, packed], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1 << 30
 
 
 def test_one_shard_alone_is_a_set(packed: Path, sharded: Path) -> None:

@@ -1,7 +1,7 @@
 """RecordIO: literal bytes, the real mxnet in both directions, DALI, damage, size and memory."""
 
 import errno
-import io
+import os
 import pickle
 import random
 import struct
@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from rwkvclip_cli.console import RwkvClipError
-from rwkvclip_cli.data import recordio
 from rwkvclip_cli.data.recordio import (
     MAGIC_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -272,24 +271,21 @@ def test_records_that_dali_cannot_join_are_refused(record: Record, said: str) ->
     pack_record(Record([1.0], b"", id=0xCED7230A << 16))
 
 
-class SparseFile(io.FileIO):
-    """A file in which long runs of zeros take no room on the disk."""
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        if len(data) < 2**24:
-            return super().write(data)
-        assert not any(data[:: 2**12])
-        self.seek(len(data), io.SEEK_CUR)
-        return len(data)
+def write_sparsely(descriptor: int, pieces: list[bytes]) -> int:
+    """os.writev for which long runs of zeros take no room on the disk."""
+    for piece in pieces:
+        if len(piece) < 2**24:
+            assert os.write(descriptor, piece) == len(piece)
+        else:
+            assert not any(piece[:: 2**12])
+            os.lseek(descriptor, len(piece), os.SEEK_CUR)
+    return sum(map(len, pieces))
 
 
 def test_beyond_four_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_sparse(path: Path, mode: str, buffering: int) -> io.BufferedWriter:
-        return io.BufferedWriter(SparseFile(path, mode), buffering)
-
     record = Record(array("f", [1.0, 2.0]), b"behind four GiB" + MAGIC_BYTES * 8, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(recordio, "open", open_sparse, raising=False)
+        patch.setattr(os, "writev", write_sparsely)
         with RecordWriter(tmp_path / "a.rec") as writer:
             zeros = bytes(MAX_PAYLOAD_BYTES)
             offsets = [writer.write(zeros) for _ in range(9)]
@@ -305,6 +301,21 @@ def test_beyond_four_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert list(walked.offsets) == offsets
     (tmp_path / "last.idx").write_bytes(b"9\t4831838280\n")
     assert dali_reads(tmp_path / "a.rec", tmp_path / "last.idx", 1) == [(record.image, [1.0, 2.0])]
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_what_the_system_takes_only_a_part_of_is_offered_again(tmp_path: Path, monkeypatch, most: int) -> None:
+    records = [Record(array("f", [1.0]), bytes(range(number)) + MAGIC_BYTES * number, number) for number in range(9)]
+    whole = write(tmp_path / "whole.rec", list(map(pack_record, records))).read_bytes()
+
+    def write_some(descriptor: int, pieces: list[bytes]) -> int:
+        return os.write(descriptor, b"".join(pieces)[:most])
+
+    monkeypatch.setattr(os, "writev", write_some)
+    with RecordWriter(tmp_path / "some.rec") as writer:
+        for record in records:
+            writer.write_record(record)
+    assert (tmp_path / "some.rec").read_bytes() == whole
 
 
 def test_memory_stays_the_same_however_long_the_file(tmp_path: Path) -> None:

@@ -303,7 +303,11 @@ def test_the_command_proves_in_processes_and_ends_with_one_for_faults(packed, tm
 
 
 @pytest.mark.parametrize("part", ["manifest", "sources"])
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")],
+    ids=["folder", "pipe", "link to nothing"],
+)
 def test_what_stands_in_the_place_of_a_file_is_a_fault(packed, tmp_path, part, make) -> None:
     rec = copy_set(packed, tmp_path, [each for each in SUFFIXES if each != part])
     make(rec.with_name(rec.stem + SUFFIXES[part]))

@@ -68,8 +68,14 @@ def _list_folder(
     with os.scandir(folder) as scan:
         entries = [entry for entry in scan if not entry.name.startswith(".")]
     entries.sort(key=lambda entry: os.fsencode(entry.name))
-    files = [entry for entry in entries if _is_input(entry) and not _is_skipped(folder, entry.name, options.skip)]
-    table = _metadata_among([entry.path for entry in files], options)
+    # A real path costs a call for each folder on the way, so the name alone is looked at first.
+    names = {os.path.basename(path) for path in options.skip}
+    files = [
+        entry
+        for entry in entries
+        if _is_input(entry) and not (entry.name in names and _is_skipped(folder, entry.name, options.skip))
+    ]
+    table = _metadata_among(folder, [entry.name for entry in files], options)
     if table is None:
         return _unlisted(_pair_files(entries, files, options), above), above
     listed = (*above, _Listed(table))
@@ -142,10 +148,10 @@ def metadata_columns(root: str, options: SourceOptions) -> Columns | None:
     """
     for folder in _folders_to_ask(root) if options.format != "folder" else ():
         try:
-            paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+            names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
         except OSError:
             continue
-        table = _metadata_among(paths, options)
+        table = _metadata_among(folder, names, options)
         if table is not None:
             return _columns(table, _with_key(table, options))
     return None
@@ -173,12 +179,12 @@ def _folders_to_ask(root: str) -> Iterator[str]:
     yield from sorted(filter(os.path.isdir, paths), key=os.fsencode)
 
 
-def _metadata_among(paths: Iterable[str], options: SourceOptions) -> str | None:
+def _metadata_among(folder: str, names: Iterable[str], options: SourceOptions) -> str | None:
     """The metadata table among a folder's files, if one there has the column of image names."""
     if options.format == "folder":
         return None
-    named = {name: path for path in paths if (name := os.path.basename(path).lower()) in METADATA_NAMES}
-    tables = [named[name] for name in METADATA_NAMES if name in named]
+    named = {lowered: name for name in names if (lowered := name.lower()) in METADATA_NAMES}
+    tables = [os.path.join(folder, named[name]) for name in METADATA_NAMES if name in named]
     return next((table for table in tables if _lists_images(table, options)), None)
 
 
@@ -236,9 +242,6 @@ def _is_input(entry: "os.DirEntry[str]") -> bool:
 
 
 def _is_skipped(folder: str, name: str, skip: frozenset[str]) -> bool:
-    # A real path costs a call for each folder on the way, so the name alone is looked at first.
-    if not any(path.endswith(name) for path in skip):
-        return False
     return os.path.join(os.path.realpath(folder), name) in skip
 
 

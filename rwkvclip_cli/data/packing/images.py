@@ -160,8 +160,9 @@ def read_eighth(data: bytes) -> RGB | None:
             if _orientation(image) in UPRIGHT:
                 return None
             image.draft(None, (1, 1))
+            image.decodermaxblock = len(data)  # else Pillow decodes what is behind 64 KiB in another go
             image.load()
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception:  # whatever it is, the whole decode tells it better
         return None
 
@@ -199,7 +200,8 @@ def encode_jpeg(rgb: RGB, quality: int) -> bytes:
 
 
 @cache
-def _formats() -> tuple[str, ...]:
+def formats() -> tuple[str, ...]:
+    """The names of the picture formats that are tried. The first call loads a reader for each."""
     # The common formats first, as Pillow itself tries them: some of the rare ones have no magic to refuse by.
     Image.preinit()
     Image.init()
@@ -224,7 +226,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     if not data:
         raise BadImage("empty-file", "no bytes at all")
     try:
-        return Image.open(io.BytesIO(data), formats=_formats())
+        return Image.open(io.BytesIO(data), formats=formats())
     except UnidentifiedImageError as error:
         raise BadImage("unreadable-image", _resembles(data)) from error
     except Exception as error:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from rwkvclip_cli.data.packing.samples import BadImage
 
-SOI, EOI, SOS, DRI, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xEE  # ITU-T T.81, table B.1
+# ITU-T T.81, table B.1
+DHT, SOI, EOI, SOS, DQT, DRI, APP0, APP14, COM = 0xC4, 0xD8, 0xD9, 0xDA, 0xDB, 0xDD, 0xE0, 0xEE, 0xFE
+JFIF_BYTES = 16  # of its APP0 without a thumbnail: ITU-T T.871, 10.1
 RST0, RST7 = 0xD0, 0xD7
 MOST_SCANS = 100  # a progressive picture of a camera or an editor has about ten
 SCAN_DATA = 0  # what `_segments` yields for the entropy-coded data behind an SOS; no marker has this code
@@ -76,6 +78,35 @@ def check_structure(walk: Walk) -> tuple[int, int]:
     if size is None or scans == 0 or 0 in size:
         raise BadImage("bad-structure", "no picture between the start and end markers")
     return size
+
+
+def plain_size(walk: Walk) -> tuple[int, int] | None:
+    """The (width, height) of a whole JPEG that holds nothing unusual; None for any other, which others may open yet.
+
+    Before its first scan there are tables, comments, JFIF's mark and one frame of 8 bits, grey or of three components.
+    """
+    size = None
+    for marker, start, end in walk.segments if walk.fault is None else ():
+        if marker == SOS:
+            return size
+        if marker in (0xC0, 0xC1, 0xC2):
+            precision, height, width, components = struct.unpack_from(">BHHB", walk.data, start + 2)
+            if size or precision != 8 or components not in (1, 3) or end - start != 8 + 3 * components:
+                return None
+            if 0 in (width, height):
+                return None
+            size = (width, height)
+        elif not _is_plain_table(walk.data, marker, start, end):
+            return None
+    return None
+
+
+def _is_plain_table(data: bytes, marker: int, start: int, end: int) -> bool:
+    if marker == DQT:  # tables of 64 numbers of a byte each
+        return (end - start - 2) % 65 == 0 and all(data[at] < 4 for at in range(start + 2, end, 65))
+    if marker == APP0:
+        return data.startswith(b"JFIF\0", start + 2) and end - start >= JFIF_BYTES
+    return marker in (DHT, DRI, COM)
 
 
 def is_common(walk: Walk) -> bool:

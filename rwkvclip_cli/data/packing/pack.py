@@ -25,7 +25,7 @@ from rwkvclip_cli.data.packing.output import OutputSet, shard_names
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.reading import Reading, parts_of
-from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard, record_checksum
+from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard
 from rwkvclip_cli.data.packing.resume import made_of, refuse_differences
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
 from rwkvclip_cli.data.packing.seen import Seen
@@ -199,12 +199,13 @@ class _Pack:
         config, tally = self._config, self._tally
         folder = self._output.scratch if config.shuffle else None
         workers = Pool(config.workers or _cores(), _worker_options(config))
-        estimate = estimate_inputs(self._found, self._options)
         with (
+            workers as pool,
             self._record_files(folder, done) as files,
             self._seen(folder) as seen,
-            workers as pool,
-            progress(estimate, "packing", "images", tally.count + tally.rejects) as bar,
+            progress(
+                estimate_inputs(self._found, self._options), "packing", "images", tally.count + tally.rejects
+            ) as bar,
         ):
             for outcome in seen.sift(pool.run(self._items())):
                 _take(outcome, tally, files, self._output)
@@ -248,9 +249,9 @@ class _Pack:
 
     def _seen(self, folder: Path | None) -> Seen:
         """What the records so far have shown, in `folder` or beside the partial files."""
-        config, aside = self._config, self._output.record_paths(0)[0].parent
+        aside = self._output.record_paths(0)[0].parent
         done = {aside / name: extent for name, extent in self._journal.files.items()} if self._journal else {}
-        return Seen(folder or aside, context_length=config.context_length, dedupe=config.dedupe, done=done)
+        return Seen(folder or aside, dedupe=self._config.dedupe, done=done)
 
     def _items(self) -> Iterator[Item]:
         """The items that are left, each sample with its row of `--tokens`; UsageError for too few or too many rows."""
@@ -361,8 +362,7 @@ def _take(outcome: Outcome, tally: Tally, files: RecordFiles, output: OutputSet)
         output.rejects.write(_reject_line(outcome))
     else:
         files.write(outcome.labels, outcome.jpeg)
-        checksum = record_checksum(outcome.labels, outcome.jpeg)
-        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{checksum:08x}\n")
+        output.sources.write(f"{tally.count}\t{_tsv(outcome.source)}\t{outcome.kept}\t{outcome.checksum:08x}\n")
         tally.add(outcome)
 
 

@@ -5,9 +5,6 @@
 ...         print(outcome)
 """
 
-import os
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any, BinaryIO, Self
 from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.packing.channel import Channel, open_in_memory
+from rwkvclip_cli.data.packing.nursery import Nursery
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
 from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 
@@ -27,18 +25,7 @@ Outcome = Packed | Reject | Ignored
 BATCH_SAMPLES = 32
 BATCH_BYTES = 2**24
 BATCH_ITEMS = 1024
-END_WAIT_S = 5.0
 MAX_FAILED_STARTS = 5  # in a whole pack: one that the system killed for its memory is no reason to stop
-
-# A worker runs on one core: what its libraries would start besides only gets in the way of the others.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-# A plain child rather than multiprocessing's: that one would run the caller's script again (spawn) or copy DALI's
-# threads (fork).
-START = (
-    "import sys; sys.path[:] = {path!r};"
-    " from rwkvclip_cli.data.packing.worker import main; main({descriptor}, {shared})"
-)
 
 
 @dataclass
@@ -61,12 +48,12 @@ class _Task:
 
 @dataclass
 class _Worker:
-    """A child process, what joins it with this one, and the task that it has."""
+    """A process of a nursery, what joins it with this one, and the task that it has."""
 
-    process: "subprocess.Popen[bytes]"
+    nursery: Nursery
+    ticket: int
     channel: Channel
     shared: BinaryIO
-    log: BinaryIO
     task: _Task | None = None
     is_ready: bool = False
 
@@ -78,6 +65,7 @@ class Pool:
     count: int
     options: WorkerOptions
     _workers: list[_Worker] = field(default_factory=list)
+    _nursery: Nursery | None = None
     _failed_starts: int = 0
 
     def run(self, items: Iterable[Item]) -> Iterator[Outcome]:
@@ -118,7 +106,8 @@ class Pool:
         """
         for worker in list(self._workers):
             if waiting and worker.is_ready and worker.task is None:
-                if worker.process.poll() is not None:  # killed while it had nothing to do: no sample's fault
+                # One that says something now was killed while it had nothing to do: no sample's fault.
+                if worker.channel.connection.poll():
                     self._bury(worker, waiting)
                     continue
                 worker.task = waiting.popleft()
@@ -153,19 +142,17 @@ class Pool:
     def _bury(self, worker: _Worker, waiting: deque[_Task]) -> None:
         """Let go of a dead worker; its samples are tried again one by one, or the only one is given up."""
         self._workers.remove(worker)
-        code = worker.process.wait()
+        _close(worker)
+        code = worker.nursery.wait(worker.ticket)
         if not worker.is_ready:
-            worker.log.seek(0)
-            said = worker.log.read().decode("utf-8", "replace").strip()
-            _close(worker)
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS:
+                said = f"{MAX_FAILED_STARTS} packing processes did not start (last exit code {code})"
                 raise RwkvClipError(
-                    f"{MAX_FAILED_STARTS} packing processes did not start (last exit code {code})\n{said}".rstrip(),
+                    f"{said}\n{worker.nursery.log}".rstrip(),
                     hint="pack with fewer --workers, if memory is short",
                 )
             return
-        _close(worker)
         task = worker.task
         if task is None:
             return
@@ -186,50 +173,39 @@ class Pool:
         fault = traceback.strip().splitlines()[-1]
         _settle(task, [Reject(source, "internal-error", f"{source}: {fault}")])
 
-    def _start(self) -> _Worker:
+    def _start(self) -> None:
+        if self._nursery and self._nursery.has_ended:
+            self._nursery.close()
+            self._nursery = None
+        self._nursery = self._nursery or Nursery(self.options.images.proof)
         here, there = Pipe()
-        log, shared = open_in_memory("rwkvclip-worker"), open_in_memory("rwkvclip-pictures")
-        path = [entry or os.getcwd() for entry in sys.path]
-        start = START.format(path=path, descriptor=there.fileno(), shared=shared.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | ONE_THREAD,
-            pass_fds=[there.fileno(), shared.fileno()],
-            process_group=0,  # Ctrl-C is for the packing process, which then lets its workers end
+        shared = open_in_memory("rwkvclip-pictures")
+        worker = _Worker(
+            self._nursery, self._nursery.fork(there.fileno(), shared.fileno()), Channel(here, shared.fileno()), shared
         )
-        there.close()
-        worker = _Worker(process, Channel(here, shared.fileno()), shared, log)
         worker.channel.send(self.options)
+        there.close()
         self._workers.append(worker)
-        return worker
 
     def __enter__(self) -> Self:
+        """Have a nursery load what workers need while this process looks at its sources."""
+        self._nursery = Nursery(self.options.images.proof)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for worker in self._workers:
-            worker.channel.connection.close()
-            if kind is not None:
-                worker.process.kill()
-        for worker in self._workers:
-            try:
-                worker.process.wait(END_WAIT_S)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
             _close(worker)
         self._workers.clear()
+        if self._nursery:
+            self._nursery.close(kill=kind is not None)
+            self._nursery = None
 
 
 def _close(worker: _Worker) -> None:
     worker.channel.connection.close()
     worker.shared.close()
-    worker.log.close()
 
 
 def _split(task: _Task, waiting: deque[_Task]) -> None:

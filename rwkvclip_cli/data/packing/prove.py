@@ -30,6 +30,7 @@ from rwkvclip_cli.data.packing.jpeg import (
     is_common,
     lengthen_scans,
     overhang,
+    plain_size,
     walk_jpeg,
 )
 from rwkvclip_cli.data.packing.samples import BadImage
@@ -73,12 +74,14 @@ class Prepared:
     """A JPEG for a record. `kept` is KEPT (the original bytes), RESIZED, or `re-encoded:` and why.
 
     width, height: in pixels, as decoded; as stored (before EXIF turns it) where the proof decodes nothing.
+    format: of the original picture, in small letters.
     """
 
     jpeg: bytes
     kept: str
     width: int
     height: int
+    format: str = "jpeg"
 
 
 class Decoder:
@@ -166,6 +169,10 @@ class _Picture:
     quality: int = 0
     jpeg: bytes = b""
 
+    @property
+    def format(self) -> str:
+        return self.header.format.lower()
+
 
 def prepare(
     pictures: Sequence[bytes], options: ImageOptions, decoder: Decoder | None = None
@@ -185,8 +192,7 @@ def prepare(
     pixels = 0
     for index, data in enumerate(pictures):
         try:
-            header = read_header(data, options.max_pixels)
-            walk = walk_jpeg(data) if header.is_jpeg else None
+            header, walk = _look(data, options.max_pixels)
             if walk:
                 check_scans(walk)
         except BadImage as fault:
@@ -199,6 +205,16 @@ def prepare(
         pixels += header.width * header.height
     _prepare_group(group, options, decoder, results)
     return [result for result in results if result is not None]
+
+
+def _look(data: bytes, max_pixels: int) -> tuple[Header, Walk | None]:
+    """A picture's header and, of a JPEG, the walk; BadImage for what cannot be opened or is too large."""
+    walk = walk_jpeg(data)
+    size = plain_size(walk)
+    if size is not None and size[0] * size[1] <= max_pixels:
+        return Header("JPEG", *size), walk
+    header = read_header(data, max_pixels)
+    return header, walk if header.is_jpeg else None
 
 
 def _prepare_group(
@@ -220,7 +236,7 @@ def _prepare_group(
     for picture, seen in zip(to_compare, _decode(decoder, to_compare, [p.data for p in to_compare]), strict=True):
         try:
             if seen is not None and _is_equal(seen, picture, options, decoder):
-                results[picture.index] = Prepared(picture.data, KEPT, seen.shape[1], seen.shape[0])
+                results[picture.index] = _kept(picture, seen.shape[1], seen.shape[0])
                 continue
             picture.rgb = _read_whole(picture, options)
         except BadImage as fault:
@@ -244,7 +260,7 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
         picture.why = "re-encoded:rare-jpeg"
     elif walk and not is_long and options.proof != "decode":
         if options.proof == "none" or _is_whole(walk):
-            return Prepared(picture.data, KEPT, header.width, header.height)
+            return _kept(picture, header.width, header.height)
         picture.why = "re-encoded:bad-structure"
     elif is_long:
         picture.why = RESIZED
@@ -262,6 +278,10 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
     if is_long and options.max_side is not None:
         picture.rgb = shrink(_pixels(picture), options.max_side)
     return None
+
+
+def _kept(picture: _Picture, width: int, height: int) -> Prepared:
+    return Prepared(picture.data, KEPT, width, height, picture.format)
 
 
 def _read_means(picture: _Picture) -> None:
@@ -349,7 +369,7 @@ def _encode_all(
         for picture, is_faithful in zip(pictures, faithful, strict=True):
             if is_faithful:
                 height, width = _pixels(picture).shape[:2]
-                results[picture.index] = Prepared(picture.jpeg, picture.why, width, height)
+                results[picture.index] = Prepared(picture.jpeg, picture.why, width, height, picture.format)
         pictures = [picture for picture in pictures if results[picture.index] is None]
     for picture in pictures:
         results[picture.index] = BadImage(

@@ -53,7 +53,8 @@ class RecordFiles:
         self._kind = writer
         self._paths = paths
         self._shard_size = shard_size
-        self._sha256 = hashlib.sha256()
+        # Of one file alone, its own hash is that of all.
+        self._sha256 = hashlib.sha256() if shard_size else None
         self._finished = list(done[:-1])
         self._writer: Writer | None = None
         self._rec_hash: FollowingHash | None = None
@@ -112,7 +113,9 @@ class RecordFiles:
     @property
     def content_hash(self) -> str:
         """The SHA-256 (hexadecimal) of the bytes of all closed .rec files, one after the other."""
-        return self._sha256.hexdigest()
+        if self._sha256 is not None:
+            return self._sha256.hexdigest()
+        return self._finished[0].rec.content_hash if self._finished else hashlib.sha256().hexdigest()
 
     def _shard(self) -> Shard:
         """What the pair that is being written holds, all of it in the files."""

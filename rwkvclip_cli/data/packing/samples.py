@@ -36,7 +36,7 @@ REASONS = {
 
 DEFAULT_CAPTION_KEYS = ("captions", "caption", "text", "title")
 DEFAULT_IMAGE_KEYS = ("image", "jpg", "file_name", "filepath", "path")
-SIDECAR_KINDS: tuple[Literal["txt", "json"], ...] = ("txt", "json")
+SIDECAR_KINDS: dict[str, Literal["txt", "json"]] = {"txt": "txt", "json": "json"}
 LARGEST_NUMBER = 10**100
 MAX_SIDECAR_BYTES = 2**24
 MAX_IMAGE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
@@ -237,8 +237,7 @@ def _is_escaped(text: str) -> bool:
 
 def sidecar_kind(suffix: str) -> Literal["txt", "json"] | None:
     """The kind of caption file that a suffix (without its dot, any case) means."""
-    lowered = suffix.lower()
-    return next((kind for kind in SIDECAR_KINDS if kind == lowered), None)
+    return SIDECAR_KINDS.get(suffix.lower())
 
 
 def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> Sequence[Caption]:

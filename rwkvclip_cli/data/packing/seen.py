@@ -1,6 +1,6 @@
 """What a pack has met before: pictures, of which `--dedupe` keeps the first, and captions, which are counted.
 
->>> with Seen(folder, context_length=77, dedupe=True) as seen:
+>>> with Seen(folder, dedupe=True) as seen:
 ...     for outcome in seen.sift(pool.run(items)): ...
 ...     seen.repeated_captions()
 3
@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 
-from rwkvclip_cli.data.packing.digest import CAPTION_BYTES, DIGEST_BYTES, caption_hashes
+from rwkvclip_cli.data.packing.digest import CAPTION_BYTES, DIGEST_BYTES
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile
 from rwkvclip_cli.data.packing.pool import Outcome
 from rwkvclip_cli.data.packing.samples import Reject
@@ -34,10 +34,7 @@ COUNTED_AT_ONCE = 1 << 22
 class Seen:
     """The pictures and captions that a pack has written, as `done` (what `flush` returned) says, and further ones."""
 
-    def __init__(
-        self, folder: Path, *, context_length: int, dedupe: bool, done: Mapping[Path, Extent] = NOTHING
-    ) -> None:
-        self._context_length = context_length
+    def __init__(self, folder: Path, *, dedupe: bool, done: Mapping[Path, Extent] = NOTHING) -> None:
         self._captions = GrowingFile(folder / CAPTIONS, done.get(folder / CAPTIONS))
         self._pictures = SeenPictures(folder, done) if dedupe else None
 
@@ -51,8 +48,7 @@ class Seen:
             if first is not None:
                 yield Reject(outcome.source, "duplicate", f"{outcome.source}: the same picture as {first}")
                 continue
-            slots = len(outcome.token_counts)
-            self._captions.append(b"".join(caption_hashes(outcome.labels, slots, self._context_length)))
+            self._captions.append(outcome.hashes)
             yield outcome
 
     def repeated_captions(self) -> int:

@@ -28,8 +28,12 @@ class Spread:
 
     def add(self, value: int) -> None:
         """Take in one number."""
-        self.least = min(self.least, value) if self.count else value
-        self.greatest = max(self.greatest, value)
+        if not self.count:
+            self.least = self.greatest = value
+        elif value < self.least:
+            self.least = value
+        elif value > self.greatest:
+            self.greatest = value
         self.count += 1
         self.total += value
 

@@ -1,4 +1,4 @@
-"""What a packing process does: samples in, records out, over a channel. Started by `pool.Pool`.
+"""What a packing process does: samples in, records out, over a channel. Forked by a `nursery.Nursery`.
 
 >>> pack_samples([Sample("cat.jpg", image="cat.jpg", captions=("a cat",))], WorkerOptions())[0].kept
 'kept'
@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
+import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.channel import Channel
-from rwkvclip_cli.data.packing.digest import picture_digest
-from rwkvclip_cli.data.packing.images import read_file, read_header
+from rwkvclip_cli.data.packing.digest import caption_hashes, picture_digest
+from rwkvclip_cli.data.packing.images import read_file
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
 from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
 from rwkvclip_cli.data.packing.tokens import BadTokens, is_marked, token_slots
@@ -44,6 +45,7 @@ class Packed:
     truncated, dropped: captions cut to the context length, captions beyond the slots.
     unmarked: captions given as ids without CLIP's start or end token. blank: captions that say nothing, left out.
     format: of the original picture, in small letters. digest: of the same, with `--dedupe` alone.
+    hashes: `caption_hashes` of the captions that have a slot. checksum: CRC-32 of labels and JPEG.
     """
 
     source: str
@@ -59,6 +61,8 @@ class Packed:
     blank: int = 0
     format: str = "jpeg"
     digest: bytes = b""
+    hashes: bytes = b""
+    checksum: int = 0
 
 
 def pack_samples(
@@ -96,6 +100,7 @@ def pack_samples(
             outcomes[index] = Reject(source, "too-large", message)
             continue
         labels = array("f", ids)
+        slots = min(len(found), options.captions)
         outcomes[index] = Packed(
             source,
             labels,
@@ -103,13 +108,15 @@ def pack_samples(
             picture.kept,
             picture.width,
             picture.height,
-            tuple(_token_counts(labels, min(len(found), options.captions), options.context_length)),
+            tuple(_token_counts(labels, slots, options.context_length)),
             truncated,
             max(0, len(found) - options.captions),
             sum(not isinstance(caption, str) and not is_marked(caption) for caption in found[: options.captions]),
             blank[index],
-            read_header(pictures[index], options.images.max_pixels).format.lower(),
+            picture.format,
             picture_digest(pictures[index], options.images.max_pixels) if options.dedupe else b"",
+            b"".join(caption_hashes(labels, slots, options.context_length)),
+            zlib.crc32(picture.jpeg, zlib.crc32(labels)),
         )
     return [outcome for outcome in outcomes if outcome is not None]
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rwkvclip_cli.console import RwkvClipError, UnableError
-from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, Written, pack_record
+from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, Written
 
 
 class Writer(Protocol):
@@ -49,7 +49,7 @@ class NativeWriter:
 
     def write(self, labels: "array[float]", image: bytes, id: int) -> None:
         """Append a record."""
-        self._writer.write(pack_record(Record(labels, image, id=id)))
+        self._writer.write_record(Record(labels, image, id=id))
 
     def flush(self) -> Written:
         """Wait until all of it is on the disk."""

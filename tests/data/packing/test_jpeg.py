@@ -1,19 +1,21 @@
 """JPEG as bytes: walked by its markers, and shown to hold all of its picture."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 from pack_files import smooth
 from PIL import Image
 
-from rwkvclip_cli.data.packing.images import read_eighth, read_rgb
+from rwkvclip_cli.data.packing.images import MAX_JPEG_SIDE, Header, read_eighth, read_header, read_rgb
 from rwkvclip_cli.data.packing.jpeg import (
     SCAN_DATA,
     check_structure,
     is_common,
     lengthen_scans,
     overhang,
+    plain_size,
     walk_jpeg,
 )
 from rwkvclip_cli.data.packing.samples import BadImage
@@ -68,6 +70,48 @@ def test_a_broken_structure_is_named(data, reason):
     with pytest.raises(BadImage) as fault:
         check_structure(walk_jpeg(data))
     assert fault.value.reason == reason
+
+
+def coded(mode: str = "RGB", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(smooth()).convert(mode).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [coded(), coded("L"), coded(progressive=True), coded(comment=b"a remark"), coded(restart_marker_blocks=1)],
+    ids=["colour", "grey", "progressive", "comment", "restarts"],
+)
+def test_a_plain_jpeg_says_its_size_as_the_careful_reader_does(data):
+    assert plain_size(walk_jpeg(data)) == (48, 32)
+    assert read_header(data) == Header("JPEG", 48, 32)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "weird_images").iterdir()), ids=lambda path: path.name)
+def test_what_is_plain_is_opened_by_the_careful_reader_too(path):
+    size = plain_size(walk_jpeg(path.read_bytes()))
+    assert size is None or read_header(path.read_bytes(), MAX_JPEG_SIDE**2) == Header("JPEG", *size)
+
+
+TABLE = b"\xff\xdb\x00\x43\x00"
+UNUSUAL = {
+    "EXIF": coded(exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"),
+    "CMYK": coded("CMYK"),
+    "12 bits": coded().replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc0\x00\x11\x0c"),
+    "no width": coded().replace(b"\x00\x20\x00\x30", b"\x00\x20\x00\x00"),
+    "two components": SOI + b"\xff\xc0\x00\x0e\x08\x00\x02\x00\x01\x02\x01\x11\x00\x02\x11\x00" + SCAN + EOI,
+    "no frame": SOI + SCAN + EOI,
+    "no end": coded()[:-2],
+    "a table cut short": coded().replace(TABLE, b"\xff\xdb\x00\x42\x00", 1),
+    "a table of 16 bits": coded().replace(TABLE, TABLE[:-1] + b"\x10", 1),
+    "a short JFIF": SOI + b"\xff\xe0\x00\x07JFIF\0" + FRAME + SCAN + EOI,
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_jpeg_is_for_other_readers_to_open(name):
+    assert plain_size(walk_jpeg(UNUSUAL[name])) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers import plain_environment
-from pack_files import photo
+from pack_files import family, photo
 
 LIMIT_BYTES = 500 * 10**6
 HOLE_BYTES = 1 << 25
@@ -60,26 +60,19 @@ def _add_hole(file, name: str, size_bytes: int) -> None:
 
 
 def peak_bytes(command: list[str]) -> tuple[int, int]:
-    """Run a command; the greatest sums, over it and its children, of resident memory and of each one's share of it.
+    """Run a command; the greatest sums, over it and all below it, of resident memory and of each one's share of it.
 
     What several of them have in common, such as libraries, counts once for each in the first sum, once in the second.
     """
     process = subprocess.Popen(command, env=plain_environment(None), stdout=subprocess.DEVNULL)
     resident = proportional = 0
     while process.poll() is None:
-        family = [process.pid, *_children(process.pid)]
-        resident = max(resident, sum(_read(pid, "Rss:") for pid in family))
-        proportional = max(proportional, sum(_read(pid, "Pss:") for pid in family))
+        members = family(process.pid)
+        resident = max(resident, sum(_read(pid, "Rss:") for pid in members))
+        proportional = max(proportional, sum(_read(pid, "Pss:") for pid in members))
         time.sleep(SAMPLE_S)
     assert process.returncode == 0
     return resident, proportional
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # it has just ended
-        return []
 
 
 def _read(pid: int, name: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from pack_files import files_of, folder_of
+from pack_files import family, files_of, folder_of
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
@@ -50,10 +50,6 @@ def half_packed(source: Path, out: Path, *options: str) -> Iterator["subprocess.
             process.kill()
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_pack_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
     source = folder_of(tmp_path / "imgs", 30)
@@ -66,16 +62,15 @@ def test_a_pack_that_is_told_to_end_leaves_nothing(tmp_path, number, code):
 def test_a_pack_that_is_killed_leaves_nothing_under_the_final_names_and_the_next_cleans_up(tmp_path):
     source, out = folder_of(tmp_path / "imgs", 30), tmp_path / "o.rec"
     with half_packed(source, out) as process:
-        workers = children(process.pid)
-        assert workers
+        _, nursery, worker = family(process.pid)
         process.send_signal(signal.SIGKILL)
         process.wait(30)
     left = [path.name for path in tmp_path.iterdir() if path.name != "imgs"]
     assert left
     assert all(name.startswith(".o.") for name in left)
     deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{worker}/stat").exists() for worker in workers):
-        assert time.monotonic() < deadline, "a worker outlived its pack"
+    while any(Path(f"/proc/{pid}/stat").exists() for pid in (nursery, worker)):
+        assert time.monotonic() < deadline, "a process outlived its pack"
         time.sleep(0.05)
     assert pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")).count == 30
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["imgs", *(path.name for path in finals(out))])

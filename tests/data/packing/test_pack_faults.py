@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import run_cli
-from pack_files import HALTING, SUFFIXES, files_of, folder_of, halted, photo, write_tar
+from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, photo, write_tar
 
 import rwkvclip_cli.data.packing.pack as packing
 from rwkvclip_cli.config import PackConfig
@@ -202,15 +202,15 @@ def test_a_second_pack_is_refused_whatever_its_options(tmp_path):
     assert files_of(out) == undisturbed(source)
 
 
+@pytest.mark.parametrize("with_nursery", [False, True], ids=["", "with the nursery"])
 @pytest.mark.parametrize("workers", [SLOW(1), 2])
-def test_workers_that_are_killed_are_replaced(tmp_path, workers):
+def test_workers_that_are_killed_are_replaced(tmp_path, workers, with_nursery):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     with halted(12, source, out, workers=workers) as pack_:
-        pid = pack_.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        _, nursery, *children = family(pack_.process.pid)
         assert len(children) == workers
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
+        for pid in (*children, nursery) if with_nursery else children:
+            os.kill(pid, signal.SIGKILL)
         code, _, log = pack_.go_on()
     assert (code, "Traceback" in log) == (0, False)
     assert files_of(out) == undisturbed(source)

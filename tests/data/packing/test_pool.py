@@ -6,7 +6,7 @@ import pytest
 from pack_files import photo
 
 from rwkvclip_cli.console import RwkvClipError
-from rwkvclip_cli.data.packing import pool
+from rwkvclip_cli.data.packing import nursery, pool
 from rwkvclip_cli.data.packing.pool import Pool
 from rwkvclip_cli.data.packing.samples import Ignored, Reject, Sample
 from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
@@ -22,7 +22,8 @@ def poisoned(pictures, *arguments):
         {deed}
     return prepare(pictures, *arguments)
 worker.prepare = poisoned
-worker.main({descriptor}, {shared})
+from rwkvclip_cli.data.packing.nursery import main
+main({descriptor}, {proof!r})
 """
 
 
@@ -32,7 +33,7 @@ def samples(count: int, bad: tuple[int, ...] = ()) -> list[Sample]:
 
 
 def test_a_sample_that_kills_its_worker_is_a_reject_and_the_rest_are_records(monkeypatch):
-    monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "os.kill(os.getpid(), 9)"))
+    monkeypatch.setattr(nursery, "START", POISONED.replace("{deed}", "os.kill(os.getpid(), 9)"))
     with Pool(2, WorkerOptions()) as workers:
         outcomes = list(workers.run([*samples(12, bad=(5,)), Ignored("x"), *samples(2)]))
     assert isinstance(outcomes[12], Ignored)
@@ -45,7 +46,7 @@ def test_a_sample_that_kills_its_worker_is_a_reject_and_the_rest_are_records(mon
 
 
 def test_a_bug_at_one_sample_costs_that_one_alone_and_shows_its_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(pool, "START", POISONED.replace("{deed}", "raise KeyError('a bug')"))
+    monkeypatch.setattr(nursery, "START", POISONED.replace("{deed}", "raise KeyError('a bug')"))
     with Pool(1, WorkerOptions()) as workers:
         outcomes = list(workers.run(samples(3, bad=(1,))))
     assert [type(outcome) for outcome in outcomes] == [Packed, Reject, Packed]
@@ -61,7 +62,7 @@ def test_a_worker_killed_while_it_starts_is_started_again(monkeypatch, tmp_path)
     once = (
         f"import os; p = {str(mark)!r}\nif not os.path.exists(p):\n    open(p, 'w').close(); os.kill(os.getpid(), 9)\n"
     )
-    monkeypatch.setattr(pool, "START", once.replace("{", "{{").replace("}", "}}") + pool.START)
+    monkeypatch.setattr(nursery, "START", once.replace("{", "{{").replace("}", "}}") + nursery.START)
     with Pool(1, WorkerOptions()) as workers:
         outcomes = list(workers.run(samples(2)))
     assert mark.exists()
@@ -69,7 +70,7 @@ def test_a_worker_killed_while_it_starts_is_started_again(monkeypatch, tmp_path)
 
 
 def test_a_worker_that_cannot_start_says_why(monkeypatch):
-    monkeypatch.setattr(pool, "START", "import no_such_module_{descriptor}, sys; sys.path[:] = {path!r}")
+    monkeypatch.setattr(nursery, "START", "import no_such_module_{descriptor}, {proof}, sys; sys.path[:] = {path!r}")
     said = r"(?s)5 packing processes did not start \(last exit code 1\).*no_such_module"
     with Pool(1, WorkerOptions()) as workers, pytest.raises(RwkvClipError, match=said):
         list(workers.run(samples(1)))

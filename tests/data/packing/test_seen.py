@@ -15,7 +15,7 @@ from PIL import Image
 from rwkvclip_cli.config import InspectConfig, PackConfig
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.packing import seen as seen_module
-from rwkvclip_cli.data.packing.digest import DIGEST_BYTES, picture_digest
+from rwkvclip_cli.data.packing.digest import DIGEST_BYTES, caption_hashes, picture_digest
 from rwkvclip_cli.data.packing.pack import PackSummary, pack
 from rwkvclip_cli.data.packing.samples import Ignored, Reject
 from rwkvclip_cli.data.packing.seen import Seen, SeenPictures
@@ -222,7 +222,9 @@ def test_a_line_end_at_the_end_of_a_caption_file_is_no_blank_caption(tmp_path: P
 def record(look: int, caption: int, source: str) -> Packed:
     labels = array("f", [49406, caption, 49407])
     digest = look * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128
-    return Packed(source, labels, b"", "kept", 1, 1, (3,), 0, 0, digest=digest.to_bytes(DIGEST_BYTES, "little"))
+    (hashes,) = caption_hashes(labels, 1, 3)
+    word = digest.to_bytes(DIGEST_BYTES, "little")
+    return Packed(source, labels, b"", "kept", 1, 1, (3,), 0, 0, digest=word, hashes=hashes)
 
 
 def stream(count: int) -> Iterator[Packed]:
@@ -240,13 +242,13 @@ def test_what_was_seen_is_known_after_a_break(tmp_path: Path, stop: int) -> None
     """Cut off anywhere behind a flush, the files are taken up where that was, with the same outcomes and counts."""
     outcomes = list(stream(1000))
     (tmp_path / "whole").mkdir()
-    with Seen(tmp_path / "whole", context_length=3, dedupe=True) as whole:
+    with Seen(tmp_path / "whole", dedupe=True) as whole:
         wanted, repeated = sifted(whole, outcomes), whole.repeated_captions()
-    with Seen(tmp_path, context_length=3, dedupe=True) as first:
+    with Seen(tmp_path, dedupe=True) as first:
         begun = sifted(first, outcomes[:stop])
         done = first.flush()
         list(first.sift(outcomes[stop : stop + 7]))  # written, but not before the last flush
-    with Seen(tmp_path, context_length=3, dedupe=True, done=done) as again:
+    with Seen(tmp_path, dedupe=True, done=done) as again:
         assert begun + sifted(again, outcomes[stop:]) == wanted
         assert again.repeated_captions() == repeated
     assert wanted[2] == "imgs/2.jpg: the same picture as imgs/0.jpg"
@@ -255,7 +257,7 @@ def test_what_was_seen_is_known_after_a_break(tmp_path: Path, stop: int) -> None
 
 def test_rejects_and_ignored_files_pass(tmp_path: Path) -> None:
     others = [Reject("a", "bad-row", "a: bad"), Ignored("b")]
-    with Seen(tmp_path, context_length=3, dedupe=True) as seen:
+    with Seen(tmp_path, dedupe=True) as seen:
         assert list(seen.sift(others)) == others
         assert seen.repeated_captions() == 0
 
@@ -290,14 +292,14 @@ def test_captions_are_counted_in_parts_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(seen_module, "COUNTED_AT_ONCE", at_once)
-    with Seen(tmp_path, context_length=3, dedupe=False) as seen:
+    with Seen(tmp_path, dedupe=False) as seen:
         list(seen.sift(stream(250)))
         assert seen.repeated_captions() == 250 - 97
 
 
 def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
     (tmp_path / seen_module.CAPTIONS).symlink_to("/dev/full")
-    with Seen(tmp_path, context_length=3, dedupe=False) as seen:
+    with Seen(tmp_path, dedupe=False) as seen:
         list(seen.sift(stream(4)))
         with pytest.raises(RwkvClipError, match=r"cannot write .*seen-captions: No space left on device"):
             seen.flush()
