@@ -127,19 +127,22 @@ def check_scans(walk: Walk) -> None:
 
 
 @dataclass(frozen=True)
-class Overhang:
-    """A plain JPEG whose frame claims a row of blocks more than its scan holds.
+class Probes:
+    """Two other heights of a plain JPEG, which tell much of it for little work; its scan is in both, byte for byte.
 
-    jpeg: its bytes. row: the first row of blocks that is not there. layout: a key of PLAIN_LAYOUTS.
+    taller: claims a row of units more than the scan holds, `size` (W, H) in pixels. below: a row of pixels in the
+    middle of what is not there. top: holds the first eighth of the rows of units. layout: a key of PLAIN_LAYOUTS.
     """
 
-    jpeg: bytes
-    row: int
+    taller: bytes
+    size: tuple[int, int]
+    below: int
+    top: bytes
     layout: bytes
 
 
-def overhang(walk: Walk) -> Overhang | None:
-    """Make a plain JPEG taller than its data, so that a decode at an eighth of the size tells whether any is missing.
+def probes(walk: Walk) -> Probes | None:
+    """Make a plain JPEG taller than its data and as low as its top, so that one decode tells whether data is missing.
 
     libjpeg makes up coefficients of zero bits for the unit at which the data ends, and leaves all units behind that one
     grey. So the first unit of the row that is not there is grey where some unit of the picture lacks data, and has the
@@ -159,13 +162,20 @@ def overhang(walk: Walk) -> Overhang | None:
     layout = _layout(data[start:end])
     if marker > 0xC1 or data[start + 2] != 8 or layout not in PLAIN_LAYOUTS or data[scans[0] + 2] != layout[0]:
         return None
-    height = int.from_bytes(data[start + 3 : start + 5], "big")
+    height, width = struct.unpack_from(">HH", data, start + 3)
     unit = PLAIN_LAYOUTS[layout]
     units = -(-height // unit)
-    if height == 0 or units * unit >= MOST_ROWS:
+    if 0 in (width, height) or (units + 1) * unit > MOST_ROWS:
         return None
-    taller = struct.pack(">H", units * unit + 1)
-    return Overhang(data[: start + 3] + taller + data[start + 5 :], units * unit // BLOCK, layout)
+    before, behind = data[: start + 3], data[start + 5 :]
+    claimed, top = (units + 1) * unit, min(height, -(-units // BLOCK) * unit)
+    return Probes(
+        b"".join([before, struct.pack(">H", claimed), behind]),
+        (width, claimed),
+        claimed - unit // 2,
+        b"".join([before, struct.pack(">H", top), behind]),
+        layout,
+    )
 
 
 def _layout(frame: bytes) -> bytes:

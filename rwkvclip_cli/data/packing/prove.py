@@ -24,13 +24,14 @@ from rwkvclip_cli.data.packing.images import (
 )
 from rwkvclip_cli.data.packing.jpeg import (
     BLOCK,
+    Probes,
     Walk,
     check_scans,
     check_structure,
     is_common,
     lengthen_scans,
-    overhang,
     plain_size,
+    probes,
     walk_jpeg,
 )
 from rwkvclip_cli.data.packing.samples import BadImage
@@ -48,7 +49,7 @@ HIGHER_QUALITIES = (98, 100)
 # hundred need that.
 EIGHTH_MEAN = 1.0
 EIGHTH_MOST = 16.0
-EIGHTH_GREY = 128
+GREY = 128  # of libjpeg's, where data is missing
 # Pictures of one layout whose every pixel has to be equal before the means of blocks are enough for further ones.
 TRIALS = 16
 
@@ -109,6 +110,15 @@ class Decoder:
         decoded = self._run("decode", [jpeg for jpeg, is_fitting in zip(jpegs, fits, strict=True) if is_fitting])
         for is_fitting in fits:
             yield next(decoded) if is_fitting else None
+        self._let_go(sizes)
+
+    def decode_plain(self, jpegs: Sequence[bytes], sizes: Sequence[tuple[int, int]]) -> Iterator[RGB | None]:
+        """As `decode`, for JPEGs that have one frame header, of that size."""
+        for rgb, (width, height) in zip(self._run("decode", jpegs), sizes, strict=True):
+            yield rgb if rgb is not None and rgb.shape[:2] == (height, width) else None
+        self._let_go(sizes)
+
+    def _let_go(self, sizes: Sequence[tuple[int, int]]) -> None:
         if any(width * height > LARGE_PIXELS for width, height in sizes):
             self._pipelines.clear()  # a pipeline keeps room for the largest picture that it has seen
 
@@ -155,7 +165,7 @@ class Decoder:
 class _Picture:
     """A picture on its way: `rgb` are its careful pixels, `why` says why its own bytes will not do.
 
-    eighth: the means of its blocks, as its bytes hold them; layout: of a plain JPEG that has them.
+    probes: of a plain JPEG whose own bytes may do.
     """
 
     index: int
@@ -163,8 +173,7 @@ class _Picture:
     header: Header
     walk: Walk | None
     rgb: RGB | None = None
-    eighth: RGB | None = None
-    layout: bytes = b""
+    probes: Probes | None = None
     why: str = ""
     quality: int = 0
     jpeg: bytes = b""
@@ -180,11 +189,12 @@ def prepare(
     """Prepare each picture for a record, or say why it cannot be.
 
     A JPEG keeps its bytes where DALI's pixels equal the careful reader's and no scan lacks data. Where both readers
-    have given equal pixels for TRIALS plain JPEGs of one layout, the means of blocks are enough for further ones: a
-    lost bit, other colours, a turn or another size change them. Everything else is encoded anew, and DALI's pixels of
-    the new bytes come within FAITHFUL_MEAN of the careful ones; a `quality` too low for that is raised. With proof
-    `structure` a JPEG keeps its bytes where its markers are whole, with `none` always; but a rare kind (lossless,
-    arithmetic) is encoded anew whatever the proof.
+    have given equal pixels for TRIALS plain JPEGs of one layout, DALI decodes further ones with a row that they do not
+    have, in which missing data shows, and the careful reader compares the means of the blocks at the top, which other
+    colours, a turn or another size change. Everything else is encoded anew, and DALI's pixels of the new bytes come
+    within FAITHFUL_MEAN of the careful ones; a `quality` too low for that is raised. With proof `structure` a JPEG
+    keeps its bytes where its markers are whole, with `none` always; but a rare kind (lossless, arithmetic) is encoded
+    anew whatever the proof.
     """
     decoder = decoder or Decoder()
     results: list[Prepared | BadImage | None] = [None] * len(pictures)
@@ -233,9 +243,12 @@ def _prepare_group(
             to_encode.append(picture)
         else:
             to_compare.append(picture)
+    to_compare = [
+        picture for picture in _without_plain(to_compare, decoder, results) if _has_pixels(picture, options, results)
+    ]
     for picture, seen in zip(to_compare, _decode(decoder, to_compare, [p.data for p in to_compare]), strict=True):
         try:
-            if seen is not None and _is_equal(seen, picture, options, decoder):
+            if seen is not None and _is_equal(seen, picture, decoder):
                 results[picture.index] = _kept(picture, seen.shape[1], seen.shape[0])
                 continue
             picture.rgb = _read_whole(picture, options)
@@ -248,11 +261,7 @@ def _prepare_group(
 
 
 def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
-    """Read the careful pixels and set `why` where the bytes cannot stay; or the result, where no pixels are needed.
-
-    Where the bytes may stay, the pixels are those of the JPEG with its scans lengthened: what DALI has to see in the
-    JPEG as it is. So the comparison, which is made anyway, shows missing data too, though both are libjpeg at heart.
-    """
+    """Set `why` and the careful pixels where the bytes cannot stay; or the result, where no pixels are needed."""
     header = picture.header
     is_long = options.max_side is not None and max(header.width, header.height) > options.max_side
     walk = picture.walk
@@ -270,9 +279,7 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
         if picture.why:
             picture.rgb = _read_whole(picture, options)
         else:
-            _read_means(picture)
-            if picture.eighth is None:
-                picture.rgb = _read_lengthened(picture, options)
+            picture.probes = probes(walk)
     else:
         picture.rgb = read_rgb(picture.data, options.max_pixels)
     if is_long and options.max_side is not None:
@@ -284,24 +291,43 @@ def _kept(picture: _Picture, width: int, height: int) -> Prepared:
     return Prepared(picture.data, KEPT, width, height, picture.format)
 
 
-def _read_means(picture: _Picture) -> None:
-    """Set `eighth` and `layout` of a plain JPEG that is upright and whole."""
-    taller = overhang(picture.walk) if picture.walk else None
-    means = read_eighth(taller.jpeg) if taller else None
-    if taller and means is not None and len(means) > taller.row and np.any(means[taller.row, 0] != EIGHTH_GREY):
-        picture.eighth, picture.layout = means[: taller.row], taller.layout
+def _without_plain(
+    pictures: Sequence[_Picture], decoder: Decoder, results: list[Prepared | BadImage | None]
+) -> list[_Picture]:
+    """Keep the plain JPEGs of proven layouts that DALI and the careful reader see alike; the pictures that remain."""
+    proven = []
+    for picture in pictures:
+        probe = picture.probes
+        if probe and decoder.equal[probe.layout] >= TRIALS and (means := read_eighth(probe.top)) is not None:
+            proven.append((picture, probe, means))
+    tallers, sizes = [probe.taller for _, probe, _ in proven], [probe.size for _, probe, _ in proven]
+    for (picture, probe, means), seen in zip(proven, decoder.decode_plain(tallers, sizes), strict=True):
+        if seen is not None and np.any(seen[probe.below, :BLOCK] != GREY):
+            width, height = picture.header.width, picture.header.height
+            if has_means(seen[: min(height, len(means) * BLOCK)], means):
+                results[picture.index] = _kept(picture, width, height)
+    return [picture for picture in pictures if results[picture.index] is None]
 
 
-def _is_equal(seen: RGB, picture: _Picture, options: ImageOptions, decoder: Decoder) -> bool:
-    """Whether DALI has seen what the careful reader sees; BadImage for what that one cannot read."""
-    if picture.eighth is not None:
-        if decoder.equal[picture.layout] >= TRIALS and has_means(seen, picture.eighth):
-            return True
+def _has_pixels(picture: _Picture, options: ImageOptions, results: list[Prepared | BadImage | None]) -> bool:
+    """Read the careful pixels of a JPEG that may keep its bytes; False for one that cannot be read.
+
+    They are those of the JPEG with its scans lengthened: what DALI has to see in the JPEG as it is. So the comparison,
+    which is made anyway, shows missing data too, though both are libjpeg at heart.
+    """
+    try:
         picture.rgb = _read_lengthened(picture, options)
+    except BadImage as fault:
+        results[picture.index] = fault
+        return False
+    return True
+
+
+def _is_equal(seen: RGB, picture: _Picture, decoder: Decoder) -> bool:
+    """Whether DALI has seen what the careful reader sees."""
     is_equal = is_same(seen, _pixels(picture))
-    decoder.equal[picture.layout] += is_equal
-    if is_equal:
-        picture.rgb = None
+    if picture.probes:
+        decoder.equal[picture.probes.layout] += is_equal
     return is_equal
 
 

@@ -8,16 +8,17 @@ import pytest
 from pack_files import smooth
 from PIL import Image
 
-from rwkvclip_cli.data.packing.images import MAX_JPEG_SIDE, Header, read_eighth, read_header, read_rgb
+from rwkvclip_cli.data.packing.images import MAX_JPEG_SIDE, Header, read_header, read_rgb
 from rwkvclip_cli.data.packing.jpeg import (
     SCAN_DATA,
     check_structure,
     is_common,
     lengthen_scans,
-    overhang,
     plain_size,
+    probes,
     walk_jpeg,
 )
+from rwkvclip_cli.data.packing.prove import Decoder
 from rwkvclip_cli.data.packing.samples import BadImage
 
 # The smallest whole JPEG skeleton: frame header of 1 x 2 pixels, then a scan with a stuffed zero and a restart.
@@ -209,14 +210,18 @@ PLAIN = {
 }
 
 
-def is_grey_below(jpeg: bytes) -> bool:
-    """Whether the first unit below the picture has no data of its own, nor has been given the end of the scan's."""
-    taller = overhang(walk_jpeg(jpeg))
-    assert taller is not None
-    means = read_eighth(taller.jpeg)
-    assert means is not None
-    assert len(means) == taller.row + 1
-    return bool(np.all(means[taller.row, 0] == 128))
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder()
+
+
+def is_grey_below(jpeg: bytes, decoder: Decoder) -> bool:
+    """Whether DALI finds no data for the first unit below the picture, nor has given it the end of the scan's."""
+    probe = probes(walk_jpeg(jpeg))
+    assert probe is not None
+    (seen,) = decoder.decode_plain([probe.taller], [probe.size])
+    assert seen is not None
+    return bool(np.all(seen[probe.below, :8] == 128))
 
 
 def plain(picture: str, options: dict[str, object]) -> bytes:
@@ -229,31 +234,30 @@ def plain(picture: str, options: dict[str, object]) -> bytes:
 
 @pytest.mark.parametrize("coding", PLAIN)
 @pytest.mark.parametrize("picture", ["smooth", "white", "red"])
-def test_a_bit_that_is_missing_anywhere_shows_below_the_picture(picture, coding):
-    """At every byte of the scan, those of the last block too, of which an eighth of the size shows next to nothing."""
+def test_a_bit_that_is_missing_anywhere_shows_below_the_picture(picture, coding, decoder):
     data = plain(picture, PLAIN[coding])
     whole = read_rgb(data)
-    assert not is_grey_below(data)
+    assert not is_grey_below(data, decoder)
     ((start, end),) = [(start, end) for marker, start, end in walk_jpeg(data).segments if marker == SCAN_DATA]
     damaged = 0
     for cut in range(start, end, 1 if picture == "red" else 3):
         short = data[:cut].rstrip(b"\xff") + data[end:]
         is_missed = not np.array_equal(read_rgb(short), whole)
-        assert is_grey_below(short) or not is_missed, f"{cut - start} of {end - start} bytes"
+        assert is_grey_below(short, decoder) or not is_missed, f"{cut - start} of {end - start} bytes"
         damaged += is_missed
     assert damaged > 10
 
 
 @pytest.mark.parametrize("coding", ["progressive", "restarts", "grey progressive", "cmyk"])
-def test_only_plain_jpegs_overhang(coding):
-    assert overhang(walk_jpeg(coded("smooth", coding))) is None
+def test_only_plain_jpegs_are_probed(coding):
+    assert probes(walk_jpeg(coded("smooth", coding))) is None
 
 
-def test_colours_in_doubt_and_damage_do_not_overhang():
+def test_colours_in_doubt_and_damage_are_not_probed():
     data = coded("smooth", "baseline")
-    assert overhang(walk_jpeg(data)) is not None
+    assert probes(walk_jpeg(data)) is not None
     adobe = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
-    assert overhang(walk_jpeg(data[:2] + adobe + b"\x01" + data[2:])) is not None
+    assert probes(walk_jpeg(data[:2] + adobe + b"\x01" + data[2:])) is not None
     for other in (
         data[:2] + adobe + b"\x00" + data[2:],  # RGB, says Adobe
         data.replace(b"\x01\x22\x00\x02\x11\x01\x03\x11\x01", b"R\x22\x00G\x11\x01B\x11\x01"),
@@ -263,12 +267,28 @@ def test_colours_in_doubt_and_damage_do_not_overhang():
         SOI + FRAME + EOI,
     ):
         assert other != data
-        assert overhang(walk_jpeg(other)) is None
+        assert probes(walk_jpeg(other)) is None
 
 
-def test_a_picture_of_whole_units_and_one_of_parts_overhang_by_one_row_of_blocks():
-    data = coded("smooth", "baseline")  # 50 rows of pixels in units of 16
-    taller = overhang(walk_jpeg(data))
-    assert taller is not None
-    assert (taller.row, check_structure(walk_jpeg(taller.jpeg))) == (8, (72, 65))
-    assert len(taller.jpeg) == len(data)
+@pytest.mark.parametrize(
+    ("height", "claimed", "top"), [(50, 80, 16), (64, 80, 16), (8, 32, 8), (200, 224, 32), (129, 160, 32)]
+)
+def test_probes_are_a_row_of_units_taller_and_an_eighth_of_them_tall(height, claimed, top):
+    buffer = io.BytesIO()
+    Image.new("RGB", (72, height)).save(buffer, "JPEG")  # in units of 16 pixels
+    data = buffer.getvalue()
+    probe = probes(walk_jpeg(data))
+    assert probe is not None
+    assert probe.size == (72, claimed)
+    assert probe.below == claimed - 8
+    assert check_structure(walk_jpeg(probe.taller)) == (72, claimed)
+    assert check_structure(walk_jpeg(probe.top)) == (72, top)
+    assert len(probe.taller) == len(probe.top) == len(data)
+
+
+def test_what_is_nearly_too_tall_for_jpeg_is_not_probed():
+    data = plain("smooth", PLAIN["full chroma"])
+    frame = data.index(b"\xff\xc0") + 5
+    for height, is_probed in ((65_488, True), (65_496, False), (65_500, False)):
+        claim = data[:frame] + height.to_bytes(2, "big") + data[frame + 2 :]
+        assert (probes(walk_jpeg(claim)) is not None) is is_probed
