@@ -60,11 +60,12 @@ HEIC_BRANDS = (b"heic", b"heix", b"heim", b"hevc", b"mif1", b"msf1")
 
 @dataclass(frozen=True)
 class Header:
-    """What a picture's first bytes claim: Pillow's format name and the stored size, before any turning."""
+    """What a picture's first bytes claim: Pillow's format name, the stored size, and that EXIF does not turn it."""
 
     format: str
     width: int
     height: int
+    is_upright: bool = True
 
     @property
     def is_jpeg(self) -> bool:
@@ -101,7 +102,7 @@ def read_file(path: str) -> bytes:
 def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     """Read format and size without decoding; BadImage for what Pillow does not know or `max_pixels` forbids."""
     with _bounded(max_pixels), _open(data) as image:
-        return Header(str(image.format), image.width, image.height)
+        return Header(str(image.format), image.width, image.height, _is_upright(image))
 
 
 def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> RGB:
@@ -149,16 +150,14 @@ def is_same(first: RGB, second: RGB) -> bool:
 
 
 def read_eighth(data: bytes) -> RGB | None:
-    """Decode an upright JPEG, grey or YCbCr, at an eighth of its size: (ceil(H / 8), ceil(W / 8), 3) uint8.
+    """Decode a JPEG, grey or YCbCr, as it is stored, at an eighth of its size: (ceil(H / 8), ceil(W / 8), 3) uint8.
 
-    Each pixel is the mean of a block as the JPEG holds it; half the work of a whole decode. None for a JPEG that has to
-    be turned, or that shows any fault.
+    Each pixel is the mean of a block as the JPEG holds it; half the work of a whole decode. None for a JPEG that shows
+    any fault.
     """
     try:
         with _bounded(MAX_JPEG_SIDE**2):
             image = _open(data)
-            if _orientation(image) in UPRIGHT:
-                return None
             image.draft(None, (1, 1))
             image.decodermaxblock = len(data)  # else Pillow decodes what is behind 64 KiB in another go
             image.load()
@@ -244,6 +243,13 @@ def _load(data: bytes) -> ImageFile.ImageFile:
 
 def _orientation(image: Image.Image) -> int | None:
     return image.getexif().get(ExifTags.Base.Orientation)
+
+
+def _is_upright(image: Image.Image) -> bool:
+    try:
+        return _orientation(image) not in UPRIGHT
+    except Exception:  # damaged EXIF, of any kind
+        return False
 
 
 def _resembles(data: bytes) -> str:

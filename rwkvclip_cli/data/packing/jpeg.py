@@ -23,19 +23,21 @@ _SCAN_END = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _RESTART = re.compile(rb"\xff+[\xd0-\xd7]")
 
 # Taken for picture, these bits change it in every coding tried; 8 bytes were at times too few to reach a pixel.
-_SURPLUS = bytes.fromhex("a53cc35a96699ae4" * 2)
+SURPLUS = bytes.fromhex("a53cc35a96699ae4" * 2)
+# A pattern may spell what a decoder makes up; it does not spell the same in all of these.
+OTHER_SURPLUS = tuple(bytes.fromhex(start) + SURPLUS for start in ("5a", "3c", "c3", "e4", "0f", "96"))
 
 BLOCK = 8  # pixels
-MOST_ROWS = 65_500  # JPEG_MAX_DIMENSION of libjpeg
+MOST_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
 YCC_TRANSFORM = 1  # the last byte of Adobe's APP14: Adobe Technical Note 5116, section 18
 
-# How many components a frame has, then identifier and sampling of each.
+# How many components a frame has, then identifier and sampling of each; and a coded unit's (W, H) in pixels.
 PLAIN_LAYOUTS = {
-    b"\x01\x01": 8,  # grey, whose sampling means nothing; the number is the height of a coded unit in pixels
-    b"\x03\x01\x11\x02\x11\x03\x11": 8,
-    b"\x03\x01\x21\x02\x11\x03\x11": 8,
-    b"\x03\x01\x12\x02\x11\x03\x11": 16,
-    b"\x03\x01\x22\x02\x11\x03\x11": 16,
+    b"\x01\x01": (8, 8),  # grey, whose sampling means nothing
+    b"\x03\x01\x11\x02\x11\x03\x11": (8, 8),
+    b"\x03\x01\x21\x02\x11\x03\x11": (16, 8),
+    b"\x03\x01\x12\x02\x11\x03\x11": (8, 16),
+    b"\x03\x01\x22\x02\x11\x03\x11": (16, 16),
 }
 
 
@@ -128,21 +130,23 @@ def check_scans(walk: Walk) -> None:
 
 @dataclass(frozen=True)
 class Probes:
-    """Two other heights of a plain JPEG, which tell much of it for little work; its scan is in both, byte for byte.
+    """Other sizes that a plain JPEG may claim; its scan is in all of them, byte for byte. They tell much of it.
 
-    taller: claims a row of units more than the scan holds, `size` (W, H) in pixels. below: a row of pixels in the
-    middle of what is not there. top: holds the first eighth of the rows of units. layout: a key of PLAIN_LAYOUTS.
+    taller: a row of units more than the scan holds, `size` (W, H) in pixels; `below` is a row of pixels in the middle
+    of what is not there. top: the first eighth of the rows of units. rounded: whole units, so that all that is coded
+    is seen. layout: a key of PLAIN_LAYOUTS.
     """
 
     taller: bytes
     size: tuple[int, int]
     below: int
     top: bytes
+    rounded: bytes
     layout: bytes
 
 
 def probes(walk: Walk) -> Probes | None:
-    """Make a plain JPEG taller than its data and as low as its top, so that one decode tells whether data is missing.
+    """Make a plain JPEG taller than its data, so that one decode tells whether any is missing, and of other sizes.
 
     libjpeg makes up coefficients of zero bits for the unit at which the data ends, and leaves all units behind that one
     grey. So the first unit of the row that is not there is grey where some unit of the picture lacks data, and has the
@@ -163,17 +167,22 @@ def probes(walk: Walk) -> Probes | None:
     if marker > 0xC1 or data[start + 2] != 8 or layout not in PLAIN_LAYOUTS or data[scans[0] + 2] != layout[0]:
         return None
     height, width = struct.unpack_from(">HH", data, start + 3)
-    unit = PLAIN_LAYOUTS[layout]
-    units = -(-height // unit)
-    if 0 in (width, height) or (units + 1) * unit > MOST_ROWS:
+    unit_width, unit_height = PLAIN_LAYOUTS[layout]
+    rows = -(-height // unit_height)
+    rounded = (-(-width // unit_width) * unit_width, rows * unit_height)
+    claimed = rounded[1] + unit_height
+    if 0 in (width, height) or max(rounded[0], claimed) > MOST_SIDE:
         return None
-    before, behind = data[: start + 3], data[start + 5 :]
-    claimed, top = (units + 1) * unit, min(height, -(-units // BLOCK) * unit)
+
+    def of_size(width: int, height: int) -> bytes:
+        return b"".join([data[: start + 3], struct.pack(">HH", height, width), data[start + 7 :]])
+
     return Probes(
-        b"".join([before, struct.pack(">H", claimed), behind]),
+        of_size(width, claimed),
         (width, claimed),
-        claimed - unit // 2,
-        b"".join([before, struct.pack(">H", top), behind]),
+        claimed - unit_height // 2,
+        of_size(width, min(height, -(-rows // BLOCK) * unit_height)),
+        of_size(*rounded),
         layout,
     )
 
@@ -185,7 +194,7 @@ def _layout(frame: bytes) -> bytes:
     return count + (components[0][:1] if len(components) == 1 else b"".join(components))
 
 
-def lengthen_scans(walk: Walk) -> bytes:
+def lengthen_scans(walk: Walk, surplus: bytes = SURPLUS) -> bytes:
     """The JPEG with surplus bytes behind each scan and restart interval: the same picture unless some of it is missing.
 
     A decoder that has its whole picture skips them on its way to the next marker. One whose scan ended early takes them
@@ -202,10 +211,10 @@ def lengthen_scans(walk: Walk) -> bytes:
         if marker == SCAN_DATA:
             scan, restarts = data[start:end], 0
             if b"\xff\xd0" in scan:
-                scan, restarts = _RESTART.subn(lambda found: _SURPLUS + found[0], scan)
+                scan, restarts = _RESTART.subn(lambda found: surplus + found[0], scan)
             # Where whole intervals are missing, only the restart marker that is due makes a decoder read on.
             due = bytes([0xFF, RST0 + restarts % 8])
-            pieces += [data[done:start], scan, _SURPLUS, due, _SURPLUS]
+            pieces += [data[done:start], scan, surplus, due, surplus]
             done = end
     return b"".join([*pieces, data[done:]])
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.data.packing.images import (
+    MAX_JPEG_SIDE,
     RGB,
     Header,
     encode_jpeg,
@@ -24,6 +25,7 @@ from rwkvclip_cli.data.packing.images import (
 )
 from rwkvclip_cli.data.packing.jpeg import (
     BLOCK,
+    OTHER_SURPLUS,
     Probes,
     Walk,
     check_scans,
@@ -49,6 +51,7 @@ HIGHER_QUALITIES = (98, 100)
 # hundred need that.
 EIGHTH_MEAN = 1.0
 EIGHTH_MOST = 16.0
+MISSING = "the data of a scan ends before the picture does"
 GREY = 128  # of libjpeg's, where data is missing
 # Pictures of one layout whose every pixel has to be equal before the means of blocks are enough for further ones.
 TRIALS = 16
@@ -298,7 +301,8 @@ def _without_plain(
     proven = []
     for picture in pictures:
         probe = picture.probes
-        if probe and decoder.equal[probe.layout] >= TRIALS and (means := read_eighth(probe.top)) is not None:
+        is_proven = probe is not None and decoder.equal[probe.layout] >= TRIALS and picture.header.is_upright
+        if probe and is_proven and (means := read_eighth(probe.top)) is not None:
             proven.append((picture, probe, means))
     tallers, sizes = [probe.taller for _, probe, _ in proven], [probe.size for _, probe, _ in proven]
     for (picture, probe, means), seen in zip(proven, decoder.decode_plain(tallers, sizes), strict=True):
@@ -316,11 +320,24 @@ def _has_pixels(picture: _Picture, options: ImageOptions, results: list[Prepared
     which is made anyway, shows missing data too, though both are libjpeg at heart.
     """
     try:
+        if picture.probes and _lacks_data(picture.probes):
+            raise BadImage("truncated-image", MISSING)
         picture.rgb = _read_lengthened(picture, options)
     except BadImage as fault:
         results[picture.index] = fault
         return False
     return True
+
+
+def _lacks_data(probe: Probes) -> bool:
+    """Whether a plain JPEG's scan ends before its last unit does, parts of units that no pixel shows included."""
+    means = read_eighth(probe.taller)
+    if means is None or np.any(means[probe.below // BLOCK, 0] != GREY):
+        return False
+    # Grey may be what the scan's end gives.
+    walk, most = walk_jpeg(probe.rounded), MAX_JPEG_SIDE**2
+    rgb = read_rgb(probe.rounded, most)
+    return any(not is_same(rgb, read_rgb(lengthen_scans(walk, surplus), most)) for surplus in OTHER_SURPLUS)
 
 
 def _is_equal(seen: RGB, picture: _Picture, decoder: Decoder) -> bool:
@@ -364,7 +381,7 @@ def _read_whole(picture: _Picture, options: ImageOptions) -> RGB:
     lengthened = _read_lengthened(picture, options) if picture.rgb is None else picture.rgb
     rgb = read_rgb(picture.data, options.max_pixels)
     if not is_same(rgb, lengthened):
-        raise BadImage("truncated-image", "the data of a scan ends before the picture does")
+        raise BadImage("truncated-image", MISSING)
     return rgb
 
 

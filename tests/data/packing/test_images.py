@@ -329,13 +329,17 @@ def test_an_eighth_holds_the_means_of_blocks():
         assert np.abs(means[at].astype(int) - colour).max() <= 2
 
 
-def test_an_eighth_is_of_upright_whole_jpegs_alone():
-    exif = Image.Exif()
-    for orientation, is_upright in ((1, True), (6, False), (3, False)):
-        exif[ExifTags.Base.Orientation] = orientation
-        assert (read_eighth(encoded(photo(), "JPEG", exif=exif)) is not None) is is_upright
+def test_an_eighth_is_of_whole_jpegs_alone():
     assert read_eighth(encoded(photo(), "JPEG")[:-40]) is None
     assert read_eighth(b"no picture") is None
+
+
+def test_a_header_tells_whether_exif_turns_the_picture():
+    exif = Image.Exif()
+    for orientation, is_upright in ((1, True), (6, False), (3, False), (9, True)):
+        exif[ExifTags.Base.Orientation] = orientation
+        assert read_header(encoded(photo(), "JPEG", exif=exif)).is_upright is is_upright
+    assert read_header(encoded(photo(), "JPEG")).is_upright
 
 
 def test_large_pictures_are_read_and_compared_in_strips(monkeypatch):

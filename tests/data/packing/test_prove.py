@@ -288,6 +288,37 @@ def test_missing_data_is_refused_after_many_equal_pixels_too(whole_decodes):
     assert [outcome(result) for result in results] == ["reject:truncated-image"] * 2
 
 
+@pytest.mark.parametrize("is_practised", [False, True])
+def test_data_that_is_missing_where_hardly_a_pixel_shows_is_refused(is_practised):
+    """The last unit of 16 x 16 has one column and one row inside the picture: its last bits change next to nothing."""
+    decoder = practised(Decoder()) if is_practised else Decoder()
+    shorts = []
+    for seed in range(30):
+        buffer = io.BytesIO()
+        noise = np.random.default_rng(seed).integers(0, 256, (17, 33, 3), np.uint8)
+        Image.fromarray(noise).save(buffer, "JPEG", quality=98, subsampling=2)
+        whole = buffer.getvalue()
+        cuts = [whole[:-cut].rstrip(b"\xff") + b"\xff\xd9" for cut in range(3, 9)]
+        shorts += [short for short in cuts if not np.array_equal(read_rgb(short), read_rgb(whole))]
+    assert len(shorts) > 50
+    assert {outcome(result) for result in prepare(shorts, ImageOptions(), decoder)} == {"reject:truncated-image"}
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_what_ends_in_mid_grey_lacks_nothing(mode):
+    pictures = []
+    for is_optimized in (False, True):
+        for top in (0, 128, 255):
+            grey = np.full((40, 40), 128, np.uint8)
+            grey[:20] = top
+            buffer = io.BytesIO()
+            Image.fromarray(grey).convert(mode).save(buffer, "JPEG", optimize=is_optimized)
+            pictures.append(buffer.getvalue())
+    for decoder in (Decoder(), practised(Decoder())):
+        results = prepare(pictures * TRIALS, ImageOptions(), decoder)
+        assert {outcome(result) for result in results} == {KEPT}
+
+
 def test_sharp_colours_are_compared_pixel_by_pixel(whole_decodes):
     """Chroma that changes within a block is spread over its neighbours, in DALI and in the careful pixels alike."""
     decoder = practised(Decoder())
