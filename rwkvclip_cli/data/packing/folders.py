@@ -21,6 +21,9 @@ from rwkvclip_cli.data.packing.tables import Columns, read_table, table_columns
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 METADATA_KEY = "file_name"
 
+# A name in a folder: its path, its stem, whether it is an image, and whether it is a file that counts at all.
+_Named = tuple[str, str, bool, bool]
+
 
 def read_folder(root: str, options: SourceOptions) -> Iterator[Item]:
     """Yield every image below `root` with the caption files of the same stem, sorted by name, folders in their place.
@@ -172,11 +175,11 @@ def check_metadata(root: str, options: SourceOptions) -> Columns:
 def _folders_to_ask(root: str) -> Iterator[str]:
     yield root
     try:
-        # Not DirEntry.is_dir, which raises for a link to itself.
-        paths = [os.path.join(root, name) for name in os.listdir(root) if not name.startswith(".")]
+        with os.scandir(root) as scan:
+            folders = [entry.path for entry in scan if not entry.name.startswith(".") and _is_folder(entry)]
     except OSError:  # reading it tells
         return
-    yield from sorted(filter(os.path.isdir, paths), key=os.fsencode)
+    yield from sorted(folders, key=os.fsencode)
 
 
 def _metadata_among(folder: str, names: Iterable[str], options: SourceOptions) -> str | None:
@@ -218,19 +221,26 @@ def _pair_files(
     files: list["os.DirEntry[str]"],
     options: SourceOptions,
 ) -> Iterator[Item | str]:
+    inputs = {entry.name for entry in files}
+    named: list[_Named] = []
     sidecars: dict[str, list[Sidecar]] = {}
     images: set[str] = set()
-    for entry in files:
+    for entry in entries:
+        if entry.name not in inputs:
+            named.append((entry.path, "", False, False))
+            continue
         stem, suffix = _split(entry.name)
         kind = sidecar_kind(suffix)
         if kind:
             sidecars.setdefault(stem, []).append(Sidecar(kind, entry.path))
         else:
             images.add(stem)
+        named.append((entry.path, stem, kind is None, True))
     # The lines of a .txt come before what a .json adds.
     for found in sidecars.values():
-        found.sort(key=lambda sidecar: sidecar.kind, reverse=True)
-    return _pair(entries, {entry.name for entry in files}, sidecars, images, options)
+        if len(found) > 1:
+            found.sort(key=lambda sidecar: sidecar.kind, reverse=True)
+    return _pair(named, sidecars, images, options)
 
 
 def _is_input(entry: "os.DirEntry[str]") -> bool:
@@ -245,27 +255,26 @@ def _is_skipped(folder: str, name: str, skip: frozenset[str]) -> bool:
     return os.path.join(os.path.realpath(folder), name) in skip
 
 
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
 def _pair(
-    entries: list["os.DirEntry[str]"],
-    files: set[str],
-    sidecars: dict[str, list[Sidecar]],
-    images: set[str],
-    options: SourceOptions,
+    named: list[_Named], sidecars: dict[str, list[Sidecar]], images: set[str], options: SourceOptions
 ) -> Iterator[Item | str]:
     orphans_seen: set[str] = set()
-    for entry in entries:
-        if entry.name not in files:
-            if os.path.isdir(entry.path):
-                yield entry.path
-            continue
-        stem, suffix = _split(entry.name)
-        if not sidecar_kind(suffix):
-            beside = tuple(sidecars.get(stem, ()))
-            yield Sample(entry.path, entry.path, sidecars=beside, caption_keys=options.caption_keys)
+    for path, stem, is_image, is_input in named:
+        if not is_input:
+            if os.path.isdir(path):
+                yield path
+        elif is_image:
+            yield Sample(path, path, sidecars=tuple(sidecars.get(stem, ())), caption_keys=options.caption_keys)
         elif stem not in images and stem not in orphans_seen:
             orphans_seen.add(stem)
-            message = f"{entry.path}: no image of the same stem beside it"
-            yield Reject(entry.path, "missing-image", message, is_sample=False)
+            yield Reject(path, "missing-image", f"{path}: no image of the same stem beside it", is_sample=False)
 
 
 def _split(name: str) -> tuple[str, str]:

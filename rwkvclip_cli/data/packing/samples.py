@@ -226,6 +226,8 @@ def readable(text: str) -> str:
 
 def printable(text: str) -> str:
     r"""A file name or message as valid Unicode: bytes that are no UTF-8 appear as \xNN."""
+    if text.isascii():
+        return text
     return text.encode("utf-8", "surrogateescape" if _is_escaped(text) else "replace").decode(
         "utf-8", "backslashreplace"
     )
