@@ -130,23 +130,60 @@ def check_scans(walk: Walk) -> None:
 
 @dataclass(frozen=True)
 class Probes:
-    """Other sizes that a plain JPEG may claim; its scan is in all of them, byte for byte. They tell much of it.
+    """Other sizes that a plain JPEG may claim, its scan being in all of them. They tell much of it.
 
-    taller: a row of units more than the scan holds, `size` (W, H) in pixels; `below` is a row of pixels in the middle
-    of what is not there. top: the first eighth of the rows of units. rounded: whole units, so that all that is coded
-    is seen. layout: a key of PLAIN_LAYOUTS.
+    width, height: its own, in pixels. layout: a key of PLAIN_LAYOUTS.
     """
 
-    taller: bytes
-    size: tuple[int, int]
-    below: int
-    top: bytes
-    rounded: bytes
+    width: int
+    height: int
     layout: bytes
+    _data: bytes
+    _size_at: int
+    _scan_at: int
+
+    @property
+    def taller(self) -> bytes:
+        """Claims a row of units more than the scan holds."""
+        return self._claiming(*self.taller_size)
+
+    @property
+    def taller_size(self) -> tuple[int, int]:
+        """(W, H) of `taller` in pixels."""
+        return self.width, self._rows * self._unit[1] + self._unit[1]
+
+    @property
+    def below(self) -> int:
+        """A row of pixels in the middle of what is not there."""
+        return self._rows * self._unit[1] + self._unit[1] // 2
+
+    @property
+    def top(self) -> bytes:
+        """The first eighth of the rows of units, in the first half of the scan, which as good as always holds them."""
+        rows = -(-self._rows // BLOCK)
+        half = self._data[: (self._scan_at + len(self._data)) // 2] if rows < self._rows else self._data
+        return self._claiming(self.width, min(self.height, rows * self._unit[1]), half) + bytes([0xFF, EOI])
+
+    @property
+    def rounded(self) -> bytes:
+        """Whole units, so that all that is coded is seen."""
+        return self._claiming(-(-self.width // self._unit[0]) * self._unit[0], self._rows * self._unit[1])
+
+    @property
+    def _unit(self) -> tuple[int, int]:
+        return PLAIN_LAYOUTS[self.layout]
+
+    @property
+    def _rows(self) -> int:
+        return -(-self.height // self._unit[1])
+
+    def _claiming(self, width: int, height: int, data: bytes | None = None) -> bytes:
+        held = memoryview(data or self._data)
+        return b"".join([held[: self._size_at], struct.pack(">HH", height, width), held[self._size_at + 4 :]])
 
 
 def probes(walk: Walk) -> Probes | None:
-    """Make a plain JPEG taller than its data, so that one decode tells whether any is missing, and of other sizes.
+    """A plain JPEG in other sizes, taller than its data too, so that one decode tells whether any is missing.
 
     libjpeg makes up coefficients of zero bits for the unit at which the data ends, and leaves all units behind that one
     grey. So the first unit of the row that is not there is grey where some unit of the picture lacks data, and has the
@@ -167,24 +204,9 @@ def probes(walk: Walk) -> Probes | None:
     if marker > 0xC1 or data[start + 2] != 8 or layout not in PLAIN_LAYOUTS or data[scans[0] + 2] != layout[0]:
         return None
     height, width = struct.unpack_from(">HH", data, start + 3)
-    unit_width, unit_height = PLAIN_LAYOUTS[layout]
-    rows = -(-height // unit_height)
-    rounded = (-(-width // unit_width) * unit_width, rows * unit_height)
-    claimed = rounded[1] + unit_height
-    if 0 in (width, height) or max(rounded[0], claimed) > MOST_SIDE:
-        return None
-
-    def of_size(width: int, height: int) -> bytes:
-        return b"".join([data[: start + 3], struct.pack(">HH", height, width), data[start + 7 :]])
-
-    return Probes(
-        of_size(width, claimed),
-        (width, claimed),
-        claimed - unit_height // 2,
-        of_size(width, min(height, -(-rows // BLOCK) * unit_height)),
-        of_size(*rounded),
-        layout,
-    )
+    found = Probes(width, height, layout, data, start + 3, walk.segments[-1][1])
+    is_possible = 0 not in (width, height) and found.taller_size[1] <= MOST_SIDE and width + 2 * BLOCK <= MOST_SIDE
+    return found if is_possible else None
 
 
 def _layout(frame: bytes) -> bytes:

@@ -304,7 +304,7 @@ def _without_plain(
         is_proven = probe is not None and decoder.equal[probe.layout] >= TRIALS and picture.header.is_upright
         if probe and is_proven and (means := read_eighth(probe.top)) is not None:
             proven.append((picture, probe, means))
-    tallers, sizes = [probe.taller for _, probe, _ in proven], [probe.size for _, probe, _ in proven]
+    tallers, sizes = [probe.taller for _, probe, _ in proven], [probe.taller_size for _, probe, _ in proven]
     for (picture, probe, means), seen in zip(proven, decoder.decode_plain(tallers, sizes), strict=True):
         if seen is not None and np.any(seen[probe.below, :BLOCK] != GREY):
             width, height = picture.header.width, picture.header.height
