@@ -17,6 +17,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from operator import add
 
 CONTEXT_LENGTH = 77
 START_TEXT, END_TEXT = "<|startoftext|>", "<|endoftext|>"
@@ -259,24 +260,25 @@ def _byte_symbols() -> list[str]:
 def _vocabulary() -> list[str]:
     """The pieces in the order of their ids: the bytes in the order of their characters, the merges, the two marks."""
     ordered = sorted(_byte_symbols(), key=ord)
-    merged = [pair.replace(" ", "") for pair in _pairs()]
-    return [*ordered, *(symbol + END_OF_WORD for symbol in ordered), *merged, START_TEXT, END_TEXT]
+    return [*ordered, *(symbol + END_OF_WORD for symbol in ordered), *map(add, *_pairs()), START_TEXT, END_TEXT]
 
 
 @functools.cache
-def _pairs() -> list[str]:
-    """The pairs of pieces to merge, a space between them, by rank."""
-    return gzip.decompress(_merges_file()).decode("utf-8").split("\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
+def _pairs() -> tuple[list[str], list[str]]:
+    """The left and the right ones of the pairs of pieces to merge, by rank."""
+    lines = gzip.decompress(_merges_file()).decode("utf-8").split("\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
+    pieces = " ".join(lines).split(" ")
+    return pieces[::2], pieces[1::2]
 
 
 @functools.cache
 def _table() -> _Chunks:
     import regex
 
-    ids = {piece: number for number, piece in enumerate(_vocabulary())}
-    pairs = [(ids[left], ids[right]) for left, right in (pair.split(" ") for pair in _pairs())]
-    merges = [(left, right, _BYTE_PIECES + rank) for rank, (left, right) in enumerate(pairs)]
-    ranks = {pair: rank for rank, pair in enumerate(pairs)}
+    ids = dict(zip(_vocabulary(), range(VOCAB_SIZE), strict=True))
+    left, right = ([ids[piece] for piece in pieces] for pieces in _pairs())
+    merges = list(zip(left, right, range(_BYTE_PIECES, _BYTE_PIECES + MERGE_COUNT), strict=True))
+    ranks = dict(zip(zip(left, right, strict=True), range(MERGE_COUNT), strict=True))
     symbols = _byte_symbols()
     inside = [ids[symbol] for symbol in symbols]
     last = [ids[symbol + END_OF_WORD] for symbol in symbols]

@@ -313,7 +313,7 @@ def test_a_word_that_is_a_piece_merges_to_that_piece() -> None:
     """Of the whole table, so that words need not be merged to know it."""
     ids = {piece: number for number, piece in enumerate(captions._vocabulary())}
     assert len(ids) == captions.VOCAB_SIZE
-    pairs = [tuple(ids[piece] for piece in pair.split(" ")) for pair in captions._pairs()]
+    pairs = [(ids[left], ids[right]) for left, right in zip(*captions._pairs(), strict=True)]
     merges = [(left, right, 512 + rank) for rank, (left, right) in enumerate(pairs)]
     ranks = {pair: rank for rank, pair in enumerate(pairs)}
     words = [piece.removesuffix("</w>") for piece in ids if piece.endswith("</w>")]
