@@ -37,7 +37,8 @@ def main() -> None:
         for picture, commands in PICTURES.items():
             shown = "\n".join(f"\x1b[1m$ {command}\x1b[0m\n{run(command, folder)}" for command in commands)
             console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-            console.print(Text.from_ansi(shown.rstrip()))
+            # The picture cuts off what hangs below its last line.
+            console.print(Text.from_ansi(shown.rstrip() + "\n"))
             console.save_svg(str(HERE / f"{picture}.svg"), title="rwkvclip", unique_id=picture)
             print(shown)
 

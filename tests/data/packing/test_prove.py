@@ -1,6 +1,7 @@
 """Pictures become JPEG that DALI decodes to what the careful reader sees; the awkward ones are files of this folder."""
 
 import io
+import random
 import re
 import warnings
 from collections import Counter
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from nvidia.dali import Pipeline, fn, types
 from pack_files import smooth
-from PIL import Image
+from PIL import ExifTags, Image
 
 from rwkvclip_cli.data.packing.images import encode_jpeg, read_rgb
 from rwkvclip_cli.data.packing.prove import (
@@ -302,6 +303,56 @@ def test_data_that_is_missing_where_hardly_a_pixel_shows_is_refused(is_practised
         shorts += [short for short in cuts if not np.array_equal(read_rgb(short), read_rgb(whole))]
     assert len(shorts) > 50
     assert {outcome(result) for result in prepare(shorts, ImageOptions(), decoder)} == {"reject:truncated-image"}
+
+
+def damaged(rng: random.Random) -> bytes:
+    """A noisy JPEG of some layout, with one fault of the kinds that disks, networks and programs make."""
+    size = (rng.randrange(16, 160), rng.randrange(16, 160), 3)
+    noise = np.random.default_rng(rng.randrange(2**32)).normal(0, 12, size)
+    picture = Image.fromarray((smooth(rng.randrange(99), size[1::-1]) + noise).clip(0, 255).astype(np.uint8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = rng.choice([1, 1, 1, 6])
+    buffer = io.BytesIO()
+    quality, subsampling = rng.choice([30, 75, 95]), rng.choice([0, 1, 2])
+    picture.save(buffer, "JPEG", quality=quality, subsampling=subsampling, exif=exif, optimize=rng.random() < 0.5)
+    data = bytearray(buffer.getvalue())
+    scan, frame = data.index(b"\xff\xda") + 14, data.index(b"\xff\xc0")
+    at, end = rng.randrange(scan, len(data) - 2), len(data) - 2
+    match rng.randrange(7):
+        case 0:
+            data[at] ^= 1 << rng.randrange(8)
+        case 1:
+            data[rng.randrange(2, scan)] ^= 1 << rng.randrange(8)
+        case 2:
+            del data[at : min(end, at + rng.randrange(1, 40))]
+        case 3:
+            data[at:at] = rng.randbytes(rng.randrange(1, 40)).replace(b"\xff", b"\xfe")
+        case 4:
+            data[at:end] = bytes(end - at)
+        case 5:
+            data[frame + 5 + rng.randrange(4)] ^= 1 << rng.randrange(5)
+        case 6:
+            data[2:2] = rng.choice([b"\xff\xdd\x00\x04\x00\x03", b"\xff\xfe\x00\x05abc", b"\xff\xe0\x00\x04ab"])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_damage_is_judged_alike_by_the_top_and_by_every_pixel(seed):
+    rng = random.Random(seed)
+    decoder = Decoder()
+    for subsampling in (0, 1, 2):
+        buffer = io.BytesIO()
+        Image.fromarray(smooth()).save(buffer, "JPEG", subsampling=subsampling)
+        prepare([buffer.getvalue()] * TRIALS, ImageOptions(), decoder)
+    assert sorted(decoder.equal.values()) == [TRIALS] * 3
+    seen: Counter[str] = Counter()
+    for _ in range(20):
+        pictures = [damaged(rng) for _ in range(TRIALS - 1)]  # too few for a new decoder to trust any layout
+        told = [outcome(result) for result in prepare(pictures, ImageOptions(), decoder)]
+        assert told == [outcome(result) for result in prepare(pictures, ImageOptions(), Decoder())]
+        seen.update(told)
+    assert seen[KEPT] > 50
+    assert seen["reject:truncated-image"] > 50
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
