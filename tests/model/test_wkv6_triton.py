@@ -125,6 +125,17 @@ def test_16_bit_tensors(dtype: torch.dtype) -> None:
         assert relative_l2(value, exact[name]) < (2e-3 if DEVICE == "cuda" else 4e-3), name
 
 
+def test_strong_decays_are_not_rounded() -> None:
+    """Of large log decays the lower bits show in the factor, and in w's gradient, which is all that is left of it."""
+    *inputs, grad_y = (x.bfloat16() for x in random_inputs(1, 40, 1, 16, STRONG))
+    inputs[4] = inputs[4].float()
+    exact = run(wkv6_loop, *(x.double() for x in inputs), grad_y.double())
+    out = tuple(torch.empty_like(x, dtype=torch.float32) for x in inputs[:4])
+    wkv6_triton.backward(*inputs, None, grad_y, out)
+    for name, value in zip("rkvw", out, strict=True):
+        assert relative_l2(value, exact[name]) < 5e-4, name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("raw_decay", [WEAK, ANY, STRONG])
 @pytest.mark.parametrize(("length", "heads", "channels"), [(1, 1, 32), (49, 8, 80), (77, 10, 64), (196, 8, 80)])

@@ -20,7 +20,7 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
     parted_at,
     to_border,
 )
-from rwkvclip_cli.model.wkv6_kernels.parts import counted, counted_exactly, dot_parts, load_parts, parts
+from rwkvclip_cli.model.wkv6_kernels.parts import counted_exactly, dot_parts, exponents, load_parts, parts
 
 
 @triton.jit
@@ -94,11 +94,12 @@ def backward_kernel(
                 grad_k_tile += k_below + k_above
                 into_up = r_tile * r_above + k_tile * k_below
                 change = r_tile * r_below + k_tile * k_above - into_up
-                grad_decay = counted_exactly(later, change, FULL) - into_up
+                grad_decay = counted_exactly(later, change, None, FULL) - into_up
             else:
                 grad_decay = tl.zeros((M, CHUNK), tl.float32)
                 for level in tl.static_range(TREE_LEVELS):
-                    factor = tl.exp2(-counted(to_border(2**level, row[:, None], row[None, :]), size, None, FULL))
+                    border = to_border(2**level, row[:, None], row[None, :])
+                    factor = tl.exp2(-exponents(border, size, None, TREE, FULL))
                     parted = parted_at(2**level, row[:, None], row[None, :])
                     here = tl.where(parted, product, 0.0)
                     here_low = tl.where(parted, rest, 0.0)
@@ -109,7 +110,7 @@ def backward_kernel(
                     grad_r_tile += level_r
                     grad_k_tile += level_k
                     spanned = to_border(2**level, row[None, :], row[:, None])
-                    grad_decay += counted_exactly(spanned, r_tile * level_r + k_tile * level_k, FULL)
+                    grad_decay += counted_exactly(spanned, r_tile * level_r + k_tile * level_k, None, FULL)
 
             # Other tiles, the nearer first. A pair with whole tiles between it leaves its sum for those in `gaps`;
             # the barriers part what some threads of the program write there from what others read.
@@ -119,7 +120,8 @@ def backward_kernel(
                 grad_decay += tl.sum(tl.load(gap, mask=farther[:, None], other=0.0), axis=0)[None, :]
                 tl.debug_barrier()
                 for side in tl.static_range(2):
-                    own_factor = tl.exp2(-counted(beyond(row[:, None], row[None, :], side == 0), size, None, FULL))
+                    edge = beyond(row[:, None], row[None, :], side == 0)
+                    own_factor = tl.exp2(-exponents(edge, size, None, TREE, FULL))
                     passed = tl.zeros((M, CHUNK), tl.float32)
                     weight = tl.zeros((M, CHUNK), tl.float32)
                     count = tile if side == 0 else tiles - 1 - tile
@@ -141,8 +143,8 @@ def backward_kernel(
                             received_low = tl.load(low_products + received_at)
                             sent_low = tl.load(low_products + sent_at)
                         away = beyond(row[:, None], row[None, :], side == 1)
-                        factor = tl.exp2(-counted(away, there_size, passed, FULL))
-                        passed = counted(row[:, None] >= 0 * row[None, :], there_size, passed, FULL)
+                        factor = tl.exp2(-exponents(away, there_size, passed, TREE, FULL))
+                        passed = exponents(row[:, None] >= 0 * row[None, :], there_size, passed, TREE, FULL)
                         part, low = parts(there_k * factor, FULL)
                         pair_r = own_factor * dot_parts(received, received_low, part, low, None, FULL)
                         part, low = parts(there_r * factor, FULL)
@@ -154,7 +156,7 @@ def backward_kernel(
                         if side == 1 and distance > 1:
                             gap_there = gaps + other_tile * N + at + lane
                             tl.store(gap_there, tl.load(gap_there) + tl.sum(pair_weight, axis=0))
-                    grad_decay += counted_exactly(beyond(row[None, :], row[:, None], side == 0), weight, FULL)
+                    grad_decay += counted_exactly(beyond(row[None, :], row[:, None], side == 0), weight, None, FULL)
                 tl.debug_barrier()
 
             grad_w_tile = grad_decay * (size * (-1.0 / LOG2_E))

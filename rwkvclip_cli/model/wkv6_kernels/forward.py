@@ -22,10 +22,10 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
     to_border,
 )
 from rwkvclip_cli.model.wkv6_kernels.parts import (
-    counted,
     dot_across,
     dot_parts_stored,
     dot_stored,
+    exponents,
     parts,
     store_parts,
 )
@@ -95,7 +95,8 @@ def forward_kernel(
             size = decay_size(w, base, place, lane, at, inside, HAS_BASE)
             bonus += r_tile * tl.load(u + at + lane)[None, :].to(tl.float32) * k_tile
             for level in tl.static_range(TREE_LEVELS):
-                factor = tl.exp2(-counted(to_border(2**level, row[:, None], row[None, :]), size, None, FULL))
+                border = to_border(2**level, row[:, None], row[None, :])
+                factor = tl.exp2(-exponents(border, size, None, TREE, FULL))
                 r_part, r_low = parts(r_tile * factor, FULL)
                 k_part, k_low = parts(k_tile * factor, FULL)
                 scores = dot_across(r_part, r_low, k_part, k_low, None, FULL)
@@ -120,7 +121,7 @@ def forward_kernel(
         between = ()
         for block in tl.static_range(BLOCKS):
             size = decay_size(w, base, place, lane, block * CHUNK, inside, HAS_BASE)
-            factor = tl.exp2(-counted(beyond(row[:, None], row[None, :], side == 0), size, None, FULL))
+            factor = tl.exp2(-exponents(beyond(row[:, None], row[None, :], side == 0), size, None, TREE, FULL))
             r_tile = tl.load(r + place + block * CHUNK, mask=inside, other=0.0).to(tl.float32)
             part, rest = parts(r_tile * factor, FULL)
             received = received + (part,)
@@ -139,11 +140,11 @@ def forward_kernel(
             for block in tl.static_range(BLOCKS):
                 size = decay_size(w, base, there_place, lane, block * CHUNK, there_inside, HAS_BASE)
                 away = beyond(row[:, None], row[None, :], side == 1)
-                factor = tl.exp2(-counted(away, size, between[block], FULL))
+                factor = tl.exp2(-exponents(away, size, between[block], TREE, FULL))
                 k_tile = tl.load(k + there_place + block * CHUNK, mask=there_inside, other=0.0).to(tl.float32)
                 part, rest = parts(k_tile * factor, FULL)
                 scores = dot_across(received[block], received_low[block], part, rest, scores, FULL)
-                passed = passed + (counted(row[:, None] >= 0 * row[None, :], size, between[block], FULL),)
+                passed = passed + (exponents(row[:, None] >= 0 * row[None, :], size, between[block], TREE, FULL),)
             between = passed
             high, low = parts(scores, FULL)
             added = ()

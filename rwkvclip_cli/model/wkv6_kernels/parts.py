@@ -91,14 +91,23 @@ def counted(selection, x, total, FULL: tl.constexpr):
 
 
 @triton.jit
-def counted_exactly(selection, x, FULL: tl.constexpr):
-    """selection @ x for x of any range: 16 bits of x's precision at least."""
+def counted_exactly(selection, x, total, FULL: tl.constexpr):
+    """selection @ x + total for x of any range: 16 bits of x's precision at least."""
     if FULL:
-        return tl.dot(selection.to(tl.float32), x, input_precision="ieee")
+        return tl.dot(selection.to(tl.float32), x, total, input_precision="ieee")
     else:
         ones = selection.to(tl.float32).to(tl.bfloat16)
         high, low = split(x)
-        return _dot_16(ones, low, _dot_16(ones, high, None))
+        return _dot_16(ones, low, _dot_16(ones, high, total))
+
+
+@triton.jit
+def exponents(selection, size, total, TREE: tl.constexpr, FULL: tl.constexpr):
+    """selection @ size + total for log decays; of those that the tree takes, 2^-11 would show in the factor."""
+    if TREE:
+        return counted_exactly(selection, size, total, FULL)
+    else:
+        return counted(selection, size, total, FULL)
 
 
 @triton.jit
