@@ -168,7 +168,7 @@ class Decoder:
 class _Picture:
     """A picture on its way: `rgb` are its careful pixels, `why` says why its own bytes will not do.
 
-    probes: of a plain JPEG whose own bytes may do.
+    probes: of a plain JPEG.
     """
 
     index: int
@@ -279,10 +279,9 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
     elif not walk:
         picture.why = f"re-encoded:{header.format.lower()}"
     if walk and is_common(walk) and options.proof == "decode":
+        picture.probes = probes(walk)
         if picture.why:
             picture.rgb = _read_whole(picture, options)
-        else:
-            picture.probes = probes(walk)
     else:
         picture.rgb = read_rgb(picture.data, options.max_pixels)
     if is_long and options.max_side is not None:
@@ -320,8 +319,6 @@ def _has_pixels(picture: _Picture, options: ImageOptions, results: list[Prepared
     which is made anyway, shows missing data too, though both are libjpeg at heart.
     """
     try:
-        if picture.probes and _lacks_data(picture.probes):
-            raise BadImage("truncated-image", MISSING)
         picture.rgb = _read_lengthened(picture, options)
     except BadImage as fault:
         results[picture.index] = fault
@@ -368,8 +365,10 @@ _SUM_OF_COLUMNS = np.tile(np.eye(3, dtype=np.float32), (BLOCK, 1))
 
 
 def _read_lengthened(picture: _Picture, options: ImageOptions) -> RGB:
-    """The careful pixels of a JPEG, but other ones where a scan lacks data."""
+    """The careful pixels of a JPEG, but other ones where a scan lacks data; BadImage where that is certain."""
     assert picture.walk is not None
+    if picture.probes and _lacks_data(picture.probes):
+        raise BadImage("truncated-image", MISSING)
     try:
         return read_rgb(lengthen_scans(picture.walk), options.max_pixels)
     except BadImage:  # markers that are out of place: whatever is wrong, the bytes as they are tell it better
