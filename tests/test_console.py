@@ -3,9 +3,11 @@
 import json
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import run_cli
+from pack_files import folder_of, write_tar
 
 from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
@@ -84,11 +86,40 @@ def test_ranks_that_have_no_local_number_are_ranks_all_the_same(monkeypatch: pyt
 
 
 def test_escape_sequences_of_others_are_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "a\x1b]0;mine\x07\r\x9b31m\x7f\tb\nc"
-    seen = "a\\x1b]0;mine\\x07\\x0d\\x9b31m\\x7f\tb\nc"
-    console.result(name)
+    name = "a\x1b]0;mine\x07\r\x9b31m\x7f\tb\nc\u2028\u202ed\udcff\ud83d"
+    seen = "a\\x1b]0;mine\\x07\\x0d\\x9b31m\\x7f\tb\\x0ac\\u2028\\u202ed\\xff\\ud83d"
+    console.result(console.page([name, "next"]))
     console.warn(name)
-    console.show_error(RwkvClipError(name, hint=name))
-    assert capsys.readouterr() == (f"{seen}\n", f"warning: {seen}\nrwkvclip: {seen}\n  try: {seen}\n")
+    console.say(name, name)
+    console.show_error(RwkvClipError(name, hint=name, details=[name]))
+    lines = [f"warning: {seen}", seen, seen, f"rwkvclip: {seen}", seen, f"  try: {seen}"]
+    assert capsys.readouterr() == (f"{seen}\nnext\n", "\n".join(lines) + "\n")
     console.result_json({"name": name})
-    assert json.loads(capsys.readouterr().out) == {"name": name}
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"name": name}
+    assert out.isascii()
+    assert len(out.splitlines()) == 3
+
+
+def test_no_file_name_makes_a_message_longer(tmp_path: Path) -> None:
+    """On the command line, in a folder, in a tar; said by pack and by inspect."""
+    evil = "a\n  try: rm -rf \x1b[2J"
+    folder = folder_of(tmp_path / "imgs", 1)
+    (folder / "000.jpg").rename(folder / f"{evil}.jpg")
+    (folder / "000.txt").rename(folder / f"{evil}.txt")
+    out = str(tmp_path / f"{evil}.rec")
+    tar = write_tar(tmp_path / "bad.tar", [(f"{evil}.jpg", b"no picture"), (f"{evil}.txt", b"words")])
+    for arguments, code in (
+        (["pack", str(folder), out, "--proof", "none", "--workers", "1"], 0),
+        (["pack", str(tar), str(tmp_path / "bad.rec"), "--proof", "none", "--workers", "1"], 1),
+        (["pack", f"{evil}.csv", str(tmp_path / "bad.rec")], 2),
+        (["inspect", out, "--records", "0"], 0),
+        (["inspect", f"{evil}.rec"], 2),
+    ):
+        done = run_cli(*arguments)
+        said = done.stdout + done.stderr
+        assert done.returncode == code, said
+        # The list of sources has an escape of its own for a line end.
+        assert any(f"a{end}  try: rm -rf \\x1b[2J" in said for end in ("\\x0a", "\\n")), said
+        assert "\x1b" not in said
+        assert not any(line.startswith("  try: rm") for line in said.splitlines()), said

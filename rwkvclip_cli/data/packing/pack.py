@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig, retype
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress, say
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, page, progress, say
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.journal import READING, SHUFFLING, WRITTEN, Journal
@@ -94,7 +94,7 @@ class PackSummary:
         if self.statistics["token_slots_unmarked"]:
             unmarked = self.statistics["token_slots_unmarked"]
             lines.append(f"token slots without CLIP's start or end token: {unmarked:,}; ids of another tokenizer?")
-        return "\n".join(lines)
+        return page(lines)
 
 
 def _columns_lines(taken: dict[str, Columns]) -> list[str]:
@@ -449,10 +449,10 @@ def _nothing_packed(config: PackConfig, tally: Tally) -> RwkvClipError:
     if not tally.rejects:
         return RwkvClipError(f"nothing to pack: no image in {shown}", "rwkvclip pack --help")
     counts = ", ".join(f"{reason} {count:,}" for reason, count in tally.reasons.most_common())
-    examples = "".join(f"\n  {printable(message)}" for message in tally.messages)
     return RwkvClipError(
-        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):{examples}",
+        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):",
         "rwkvclip pack --help",
+        details=[f"  {printable(message)}" for message in tally.messages],
     )
 
 
