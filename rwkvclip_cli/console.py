@@ -5,13 +5,17 @@ Results go to stdout, everything else to stderr, and only rank 0 speaks.
 >>> raise RwkvClipError("no index beside data.rec", hint="rwkvclip pack FOLDER data.rec")
 """
 
+import errno
 import json
 import os
 import re
+import resource
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 EXIT_DONE = 0
@@ -54,6 +58,37 @@ class UnableError(RwkvClipError):
     """This machine lacks what the command needs, a GPU for instance (exit code 3)."""
 
     exit_code = EXIT_UNABLE
+
+
+def cannot_write(what: object, error: OSError, folder: Path, besides: str = "") -> RwkvClipError:
+    """The error for a file, or for what `what` says, that the system does not take in `folder`."""
+    return RwkvClipError(f"cannot write {what}: {error.strerror or error}{besides}", write_hint(error, folder))
+
+
+def write_hint(error: Exception, folder: Path) -> str:
+    """The command that shows, or ends, what keeps the system from writing in a folder."""
+    folder = folder.absolute()
+    # What a failed pack wrote into may be gone before the hint is read.
+    folder = next((each.parent for each in (folder, *folder.parents) if each.name.endswith(".partial")), folder)
+    shown = shlex.quote(str(folder))
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"df -h {shown}"  # torch, safetensors and mxnet do not say what it was; most often it is this
+    if error.errno == errno.ENOSPC:
+        return f"df -{'i' if _has_no_inodes(folder) else 'h'} {shown}"
+    if error.errno == errno.EFBIG:
+        is_bound = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        return "ulimit -f unlimited" if is_bound else f"df -T {shown}"
+    commands = {errno.EDQUOT: "quota -s", errno.EROFS: f"findmnt --target {shown}", errno.EIO: "dmesg"}
+    return commands.get(error.errno, f"ls -ld {shown}")
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    """Whether a file system with room left has none for another file."""
+    try:
+        left = os.statvfs(folder)
+    except OSError:
+        return False
+    return left.f_bavail > 0 and left.f_files > 0 and left.f_favail == 0
 
 
 def is_speaker() -> bool:

@@ -1,9 +1,12 @@
 """Who speaks: rank 0 of several, and whoever is no rank, whatever a cluster calls the node."""
 
+import errno
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import run_cli
@@ -123,3 +126,48 @@ def test_no_file_name_makes_a_message_longer(tmp_path: Path) -> None:
         assert any(f"a{end}  try: rm -rf \\x1b[2J" in said for end in ("\\x0a", "\\n")), said
         assert "\x1b" not in said
         assert not any(line.startswith("  try: rm") for line in said.splitlines()), said
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.ENOSPC, "df -h {folder}"),
+        (errno.EDQUOT, "quota -s"),
+        (errno.EROFS, "findmnt --target {folder}"),
+        (errno.EACCES, "ls -ld {folder}"),
+        (errno.EPERM, "ls -ld {folder}"),
+        (errno.ENOENT, "ls -ld {folder}"),
+        (errno.EIO, "dmesg"),
+        (errno.EFBIG, "df -T {folder}"),
+    ],
+    ids=lambda value: errno.errorcode.get(value, ""),
+)
+def test_the_hint_fits_what_keeps_the_system_from_writing(tmp_path: Path, number: int, hint: str) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    error = OSError(number, "Why Not")
+    for place in (folder, folder / ".out.rec.partial", folder / ".out.rec.partial" / "unshuffled"):
+        told = console.cannot_write("out.rec", error, place, "; so it is")
+        assert told.message == "cannot write out.rec: Why Not; so it is"
+        assert told.hint == hint.format(folder=f"'{folder}'")
+
+
+def test_where_there_is_room_but_for_another_file_the_hint_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = SimpleNamespace(f_bavail=1000, f_files=10, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda _: left)
+    assert console.write_hint(OSError(errno.ENOSPC, ""), tmp_path) == f"df -i {tmp_path}"
+
+
+def test_a_library_that_does_not_say_what_it_was_has_most_often_filled_the_disk(tmp_path: Path) -> None:
+    assert console.write_hint(RuntimeError("failed writing file"), tmp_path) == f"df -h {tmp_path}"
+
+
+@pytest.mark.skipif(not os.path.ismount("/sys"), reason="no file system here is closed to every user")
+def test_a_folder_that_is_closed_is_not_a_full_disk(tmp_path: Path) -> None:
+    done = run_cli("pack", str(folder_of(tmp_path / "imgs", 1)), "/sys/out.rec", "--proof", "none")
+    assert done.returncode == 1
+    message, hint = done.stderr.splitlines()
+    assert message.startswith("rwkvclip: cannot write /sys/.out.rec.lock: ")
+    assert hint in ("  try: ls -ld /sys", "  try: findmnt --target /sys")

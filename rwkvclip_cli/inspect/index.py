@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkvclip_cli.console import Progress, RwkvClipError, progress
+from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, progress
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
 from rwkvclip_cli.inspect.scan import Damage, RecFile
@@ -147,7 +147,7 @@ def _rebuild_index(part: Part, salvage: str, bar: Progress) -> tuple[Path, int]:
             os.fsync(index.fileno())
         os.replace(aside, idx)
     except OSError as error:
-        raise RwkvClipError(f"cannot write {idx}: {error.strerror}", f"df -h {rec.parent}") from error
+        raise cannot_write(idx, error, rec.parent) from error
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, check_extent
 from rwkvclip_cli.data.packing.journal import SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
@@ -280,4 +280,4 @@ class _Lock:
 
 
 def _refuse(path: Path, error: OSError, besides: str = "") -> NoReturn:
-    raise RwkvClipError(f"cannot write {path}: {error.strerror}{besides}", f"df -h {path.absolute().parent}") from error
+    raise cannot_write(path, error, path.parent, besides) from error

@@ -246,7 +246,7 @@ def test_a_pack_that_fills_the_disk_goes_on_when_there_is_room(tmp_path, options
     assert "cannot write" in message
     assert "File too large; " in message
     assert message.endswith(" records are kept")
-    assert f"df -h {tmp_path}" in hint
+    assert hint.startswith("  try: ulimit -f unlimited; then ")
     assert hint.endswith("--resume")
     assert "Traceback" not in done.stderr
     assert shown(tmp_path) == ["imgs"]
