@@ -31,7 +31,7 @@ MANIFEST_SUFFIX = SUFFIXES["manifest"]
 MAX_MANIFEST_BYTES = 1 << 26
 SHARD_STEM = re.compile(r"(.+)-([0-9]{5,})")
 # What the manifest says of all shards together, which is not true of one.
-OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects")
+OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects", "hashes")
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,8 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
             _check_count(name, document[name])
         if "shards" in document:
             _check_shards(document)
+        if not isinstance(hashes := document.get("hashes", {}), dict):
+            raise ValueError(f"hashes is {hashes!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         fault = str(error) if type(error) is ValueError else repr(error)
         return {}, fault[:300]

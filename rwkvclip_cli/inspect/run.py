@@ -98,6 +98,7 @@ def _verify(options: InspectConfig, beside: Beside, prover: Prover | None) -> Re
         "proof": options.proof,
         "checksums": verdict.checksums,
         "content_hash_checked": verdict.hashed,
+        "lists_checked": list(verdict.lists_hashed),
         "fault_counts": dict(sorted(verdict.log.counts.items())),
         "faults": faults,
         "faults_left_off": verdict.log.total - len(faults),
@@ -114,6 +115,7 @@ def _verdict_text(options: InspectConfig, beside: Beside, verdict: Verdict) -> s
     }
     name = printable(options.data)
     basis = [proved[options.proof], *(["content hash compared"] if verdict.hashed else [])]
+    basis += [f"{' and '.join(verdict.lists_hashed)} compared with their hashes"] if verdict.lists_hashed else []
     basis += ["captions and images compared with their checksums"] if verdict.checksums else []
     head = f"{name}: {verdict.records:,} records, {beside.size_bytes:,} bytes; {', '.join(basis)}"
     if verdict.is_sound:

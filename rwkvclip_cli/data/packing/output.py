@@ -171,8 +171,8 @@ class OutputSet:
     def commit(self, manifest: dict[str, Any], shards: int = 1) -> None:
         """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay.
 
-        `shards`: how many pairs of .rec and .idx there are. Raises RwkvClipError too for files that others have made
-        there since `start`.
+        The manifest gets `hashes`, the SHA-256 of rejects and sources. `shards`: how many pairs of .rec and .idx there
+        are. Raises RwkvClipError too for files that others have made there since `start`.
         """
         try:
             self.refuse_existing()
@@ -181,8 +181,9 @@ class OutputSet:
         new = [self.final[part].name for part in ("manifest", *TEXTS)]
         new += [path.name for number in range(shards) for path in self.record_paths(number)]
         try:
-            for text in self._texts.values():
-                text.close()
+            extents = {part: text.close() for part, text in self._texts.items()}
+            hashes = {part: extent.content_hash for part, extent in extents.items() if extent}
+            manifest = {**manifest, "hashes": hashes}
             write_synced(self.partial["manifest"], json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             self._switch.run(new, self.old_names())
         except OSError as error:
