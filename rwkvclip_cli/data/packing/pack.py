@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig, retype
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, page, progress, say
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, page, progress, say, warn
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.journal import READING, SHUFFLING, WRITTEN, Journal
@@ -26,7 +26,7 @@ from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.reading import Reading, parts_of
 from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard
-from rwkvclip_cli.data.packing.resume import made_of, refuse_differences
+from rwkvclip_cli.data.packing.resume import changed_since, made_of, refuse_differences
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
 from rwkvclip_cli.data.packing.seen import Seen
 from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle
@@ -129,6 +129,8 @@ def pack(config: PackConfig) -> PackSummary:
     ):
         if config.resume and output.journal is None and (done := _finished(config, output)):
             say(f"{printable(config.out)} is complete already")
+            if change := _change_since(config, output, done):
+                warn(change)
             return done
         output.refuse_existing()
         return _Pack(config, output).run()
@@ -324,6 +326,18 @@ def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _change_since(config: PackConfig, output: OutputSet, done: PackSummary) -> str:
+    """What shows that the sources are no longer those of a finished set; "" where nothing does."""
+    options = _source_options(config, output)
+    when_ns = output.final["manifest"].stat().st_mtime_ns
+    try:
+        found = find_sources(config.sources, options)
+        change = changed_since(found, options, config.tokens, when_ns, done.count + done.rejects)
+    except UsageError as error:
+        return error.message
+    return f"{change}; --overwrite in place of --resume packs it anew" if change else ""
 
 
 @contextmanager
