@@ -8,19 +8,17 @@
 import contextlib
 import operator
 import os
-import re
 from array import array
 from pathlib import Path
 
 import numpy as np
 
 from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, progress
+from rwkvclip_cli.data.record_index import LINE, LINES
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
 from rwkvclip_cli.inspect.scan import Damage, RecFile
 
-LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?")
-LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")  # much faster than one by one
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 4096
 

@@ -3,12 +3,12 @@
 >>> print(inspect_data(InspectConfig(data="pairs.rec")).text)
 """
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
 from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, page
+from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.samples import printable
 from rwkvclip_cli.data.shards import locate
@@ -75,8 +75,7 @@ def _report(options: InspectConfig, mode: str, found: dict[str, Any], text: str,
 
 
 def _prover(options: InspectConfig, beside: Beside) -> Prover | None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return pool_prover(options.proof, beside, options.workers or cores)
+    return pool_prover(options.proof, beside, options.workers or usable_cores())
 
 
 def _rebuild(options: InspectConfig, beside: Beside) -> Report:

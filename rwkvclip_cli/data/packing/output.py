@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +19,9 @@ from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, check_extent
 from rwkvclip_cli.data.packing.journal import SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
-from rwkvclip_cli.data.shards import SUFFIXES, beside
+from rwkvclip_cli.data.shards import SUFFIXES, beside, set_of_shard, shard_names
 
 TEXTS = ("rejects", "sources")
-# Numbered files: OUT-00000.rec and on, with more digits where there are more.
-SHARD_DIGITS = 5
-SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>[0-9]{{{SHARD_DIGITS},}})\.(rec|idx)")
 
 
 class OutputSet:
@@ -214,16 +210,6 @@ def final_paths(out: str) -> dict[str, Path]:
     return {part: beside(rec, part) for part in SUFFIXES}
 
 
-def shard_names(rec: Path, number: int) -> tuple[str, str]:
-    """The names of the .rec and .idx of that number of the set OUT.rec.
-
-    >>> shard_names(Path("out.rec"), 7)
-    ('out-00007.rec', 'out-00007.idx')
-    """
-    stem = f"{rec.name.removesuffix('.rec')}-{number:0{SHARD_DIGITS}d}"
-    return f"{stem}.rec", f"{stem}.idx"
-
-
 def _listed_shards(manifest: Path) -> set[str]:
     """The names of the numbered files that a manifest lists, if it lists any; no other names, whatever it holds."""
     try:
@@ -231,21 +217,21 @@ def _listed_shards(manifest: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     stem = manifest.name.removesuffix(SUFFIXES["manifest"])
-    recs = {name for name in names if (match := SHARD.fullmatch(name)) and match["stem"] == stem and "/" not in name}
+    recs = {name for name in names if name.endswith(".rec") and set_of_shard(name) == stem and "/" not in name}
     return recs | {f"{name.removesuffix('.rec')}.idx" for name in recs}
 
 
 def _numbered_files(rec: Path) -> set[str]:
     """The names of all files in the folder that are numbered as those of the set OUT.rec are."""
     stem = rec.name.removesuffix(".rec")
-    return {name for name in os.listdir(rec.parent) if (match := SHARD.fullmatch(name)) and match["stem"] == stem}
+    return {name for name in os.listdir(rec.parent) if set_of_shard(name) == stem}
 
 
 def _refuse_foreign(rec: Path, is_sharded: bool) -> None:
     """Refuse to write files that belong to a set of another name, whose other files would stay."""
-    match = SHARD.fullmatch(rec.name)
-    if match and rec.name in _listed_shards(rec.with_name(f"{match['stem']}{SUFFIXES['manifest']}")):
-        raise UsageError(f"{rec} is a part of {match['stem']}.rec, which was packed with --shard-size", "another name")
+    stem = set_of_shard(rec.name)
+    if stem and rec.name in _listed_shards(rec.with_name(f"{stem}{SUFFIXES['manifest']}")):
+        raise UsageError(f"{rec} is a part of {stem}.rec, which was packed with --shard-size", "another name")
     for name in sorted(_numbered_files(rec)) if is_sharded else ():
         if os.path.lexists(manifest := beside(rec.with_name(name).with_suffix(".rec"), "manifest")):
             raise UsageError(f"{rec.with_name(name)} is a set of its own: there is a {manifest.name}", "another name")
