@@ -40,7 +40,7 @@ class RwkvClipError(Exception):
     exit_code = EXIT_FAILED
 
     def __init__(self, message: str, hint: str = "", exit_code: int | None = None, details: Sequence[str] = ()) -> None:
-        super().__init__(message)
+        super().__init__("\n".join([message, *details]))  # what a Python caller's traceback shows
         self.message = message
         self.hint = hint
         self.details = tuple(details)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import shlex
 import sys
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_an_error_is_shown_on_every_rank_and_names_it(
     be(monkeypatch, **environ)
     console.show_error(RwkvClipError("no index", hint="rwkvclip pack"))
     assert capsys.readouterr() == ("", f"{shown}\n  try: rwkvclip pack\n")
+
+
+def test_an_error_with_details_is_whole_as_text_and_after_a_way_through_pickle() -> None:
+    error = RwkvClipError("all rejected:", hint="ls", details=["  one", "  two"])
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert str(each) == "all rejected:\n  one\n  two"
+        assert (each.message, each.hint, each.details) == ("all rejected:", "ls", ("  one", "  two"))
 
 
 def test_more_than_was_estimated_leaves_no_time_below_zero(capsys: pytest.CaptureFixture[str]) -> None:
