@@ -5,13 +5,17 @@ Results go to stdout, everything else to stderr, and only rank 0 speaks.
 >>> raise RwkvClipError("no index beside data.rec", hint="rwkvclip pack FOLDER data.rec")
 """
 
+import errno
 import json
 import os
 import re
+import resource
+import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 EXIT_DONE = 0
@@ -22,21 +26,24 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped early on request, everyt
 EXIT_SIGNAL = 128  # plus the signal's number, as shells report it
 
 PLAIN_LINE_EVERY_S = 10.0
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters but the tab, what ends a line or turns the direction of writing, and bytes that are no UTF-8.
+UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class RwkvClipError(Exception):
     """A fault that the user can mend: what is wrong, where, and what to type next.
 
-    `message` names the place (path, record, rank) and the value received, `hint` the next command.
+    `message` names the place (path, record, rank) and the value received, `hint` the next command. `details`: further
+    lines, shown between the two.
     """
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, message: str, hint: str = "", exit_code: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, hint: str = "", exit_code: int | None = None, details: Sequence[str] = ()) -> None:
+        super().__init__("\n".join([message, *details]))  # what a Python caller's traceback shows
         self.message = message
         self.hint = hint
+        self.details = tuple(details)
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -53,6 +60,37 @@ class UnableError(RwkvClipError):
     exit_code = EXIT_UNABLE
 
 
+def cannot_write(what: object, error: OSError, folder: Path, besides: str = "") -> RwkvClipError:
+    """The error for a file, or for what `what` says, that the system does not take in `folder`."""
+    return RwkvClipError(f"cannot write {what}: {error.strerror or error}{besides}", write_hint(error, folder))
+
+
+def write_hint(error: Exception, folder: Path) -> str:
+    """The command that shows, or ends, what keeps the system from writing in a folder."""
+    folder = folder.absolute()
+    # What a failed pack wrote into may be gone before the hint is read.
+    folder = next((each.parent for each in (folder, *folder.parents) if each.name.endswith(".partial")), folder)
+    shown = shlex.quote(str(folder))
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"df -h {shown}"  # torch, safetensors and mxnet do not say what it was; most often it is this
+    if error.errno == errno.ENOSPC:
+        return f"df -{'i' if _has_no_inodes(folder) else 'h'} {shown}"
+    if error.errno == errno.EFBIG:
+        is_bound = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        return "ulimit -f unlimited" if is_bound else f"df -T {shown}"
+    commands = {errno.EDQUOT: "quota -s", errno.EROFS: f"findmnt --target {shown}", errno.EIO: "dmesg"}
+    return commands.get(error.errno, f"ls -ld {shown}")
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    """Whether a file system with room left has none for another file."""
+    try:
+        left = os.statvfs(folder)
+    except OSError:
+        return False
+    return left.f_bavail > 0 and left.f_files > 0 and left.f_favail == 0
+
+
 def is_speaker() -> bool:
     """Whether this process may speak: rank 0, or no rank at all."""
     return _rank() == "0"
@@ -64,18 +102,30 @@ def _rank() -> str:
 
 
 def visible(text: str) -> str:
-    r"""`text` as a terminal may have it: control characters but for line end and tab as \xNN.
+    r"""`text` as one line that a terminal may have: what is unsafe there as \xNN or \uNNNN.
 
-    File names, captions and column names are other people's: one that holds an escape sequence is to be read, not
-    obeyed.
+    File names, captions and column names are other people's: one that holds an escape sequence or a line end is to be
+    read, not obeyed.
     """
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return UNSAFE.sub(_escaped, text)
 
 
-def say(text: str) -> None:
-    """Write a log line or hint to stderr, from rank 0 alone."""
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # PEP 383: a byte that is no UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def page(lines: Iterable[str]) -> str:
+    """Lines as one text, which no line's content makes longer."""
+    return "\n".join(map(visible, lines))
+
+
+def say(*lines: str) -> None:
+    """Write log lines or hints to stderr, from rank 0 alone."""
     if is_speaker():
-        print(visible(text), file=sys.stderr, flush=True)
+        print(page(lines), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
@@ -84,24 +134,27 @@ def warn(text: str) -> None:
 
 
 def result(text: str) -> None:
-    """Write a command's result to stdout, from rank 0 alone."""
+    """Write a command's result, a line or a `page`, to stdout, from rank 0 alone."""
     if is_speaker():
-        print(visible(text), flush=True)
+        print(page(text.split("\n")), flush=True)
 
 
 def result_json(document: Any) -> None:
     """Write one JSON document to stdout, from rank 0 alone."""
     if is_speaker():
-        print(json.dumps(document, indent=2, ensure_ascii=False), flush=True)
+        lines = json.dumps(document, indent=2, ensure_ascii=False).split("\n")
+        print("\n".join(UNSAFE.sub(_json_escaped, line) for line in lines), flush=True)
+
+
+def _json_escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def show_error(error: RwkvClipError) -> None:
     """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
     where = "" if is_speaker() else f" [rank {_rank()}]"
-    print(visible(f"rwkvclip{where}: {error.message}"), file=sys.stderr)
-    if error.hint:
-        print(visible(f"  try: {error.hint}"), file=sys.stderr)
-    sys.stderr.flush()
+    hint = [f"  try: {error.hint}"] if error.hint else []
+    print(page([f"rwkvclip{where}: {error.message}", *error.details, *hint]), file=sys.stderr, flush=True)
 
 
 class Progress(Protocol):

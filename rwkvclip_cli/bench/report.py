@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rwkvclip_cli.bench.parts import LoaderFigures, LossFigures, StepFigures, Wkv6Figures
+from rwkvclip_cli.console import page
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Report:
             "",
             self.sentence,
         ]
-        return "\n".join(lines)
+        return page(lines)
 
 
 def _wkv6_line(row: Wkv6Figures) -> str:

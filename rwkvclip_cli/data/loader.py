@@ -7,7 +7,6 @@ record comes twice in an epoch: the records of an epoch are a window of a whole 
 and the next epoch's window begins where this one ended, so what is left out moves on.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.mixing import mixed
 from rwkvclip_cli.data.packed import PackedSet
 
@@ -195,7 +195,7 @@ def eval_batches(packed: PackedSet, spec: LoaderSpec, *, caption_slot: int) -> I
 
 def loader_threads(workers: int | None, local_world_size: int) -> int:
     """Decoder threads of a rank: as asked, else its share of the cores this process may use."""
-    return workers or max(len(os.sched_getaffinity(0)) // local_world_size, 1)
+    return workers or max(usable_cores() // local_world_size, 1)
 
 
 def _build(

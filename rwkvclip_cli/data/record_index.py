@@ -17,7 +17,8 @@ PathLike = str | os.PathLike[str]
 
 _BUFFER_BYTES = 1 << 20
 # 18 digits always fit in 64 bits.
-_LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")
+LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?")
+LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")  # faster than one by one
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -36,7 +37,7 @@ def read_index(index_path: PathLike) -> "array[int]":
     with open_to_read(path, _BUFFER_BYTES) as file:
         while lines := file.readlines(_BUFFER_BYTES):
             block = b"".join(lines)
-            if not _LINES.fullmatch(block):
+            if not LINES.fullmatch(block):
                 _refuse_line(path, len(offsets), lines)
             fields = block.split()
             keys.extend(map(int, fields[0::2]))
@@ -50,7 +51,7 @@ def _refuse_line(path: Path, before: int, lines: list[bytes]) -> NoReturn:
     for number, line in enumerate(lines, before + 1):
         if number == 1 and line.startswith(_BOM):
             raise index_error(path, "starts with a byte order mark, at which DALI reads no record at all")
-        if not _LINES.fullmatch(line):
+        if not LINES.fullmatch(line):
             raise index_error(path, f"line {number} is {line[:80]!r}, not a key, a tab and an offset")
     raise AssertionError("a block is refused only for one of its lines")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
 
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, cannot_write
 from rwkvclip_cli.data.record_index import PathLike, default_index_path, index_error, open_to_read, read_index
 
 MAGIC = 0xCED7230A
@@ -259,10 +259,8 @@ class RecordWriter:
 
     def _fail(self, error: OSError) -> NoReturn:
         self._failed = True
-        raise RwkvClipError(
-            f"cannot write {self.path} or its index at record {self.count}, byte {self.size_bytes:,}: {error.strerror}",
-            f"df -h {self.path.absolute().parent}",
-        ) from error
+        where = f"{self.path} or its index at record {self.count}, byte {self.size_bytes:,}"
+        raise cannot_write(where, error, self.path.parent) from error
 
     def __enter__(self) -> "RecordWriter":
         return self
@@ -286,7 +284,7 @@ def _open_at(path: Path, size_bytes: int, buffering: int = _BUFFER_BYTES) -> Bin
         file.seek(size_bytes)
         return file
     except OSError as error:
-        raise RwkvClipError(f"cannot create {path}: {error.strerror}", f"ls -ld {path.absolute().parent}") from error
+        raise cannot_write(path, error, path.parent) from error
 
 
 class RecordReader:

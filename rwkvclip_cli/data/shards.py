@@ -29,9 +29,11 @@ SUFFIXES = {
 }
 MANIFEST_SUFFIX = SUFFIXES["manifest"]
 MAX_MANIFEST_BYTES = 1 << 26
-SHARD_STEM = re.compile(r"(.+)-([0-9]{5,})")
+# Numbered files: OUT-00000.rec and on, with more digits where there are more.
+SHARD_DIGITS = 5
+_SHARD = re.compile(rf"(?s:(.+))-([0-9]{{{SHARD_DIGITS},}})\.(?:rec|idx)")
 # What the manifest says of all shards together, which is not true of one.
-OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects")
+OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects", "hashes")
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,22 @@ class SetFiles:
 def beside(rec: Path, part: str) -> Path:
     """The path of a part (a key of SUFFIXES) of the set OUT.rec."""
     return rec.with_name(rec.name.removesuffix(".rec") + SUFFIXES[part])
+
+
+def shard_names(rec: Path, number: int) -> tuple[str, str]:
+    """The names of the .rec and .idx of that number of the set OUT.rec.
+
+    >>> shard_names(Path("out.rec"), 7)
+    ('out-00007.rec', 'out-00007.idx')
+    """
+    stem = f"{rec.name.removesuffix('.rec')}-{number:0{SHARD_DIGITS}d}"
+    return f"{stem}.rec", f"{stem}.idx"
+
+
+def set_of_shard(name: str) -> str:
+    """OUT, where a file is called as a shard of OUT.rec, or its index, is; else ""."""
+    match = _SHARD.fullmatch(name)
+    return match[1] if match else ""
 
 
 def locate(name: str | Path) -> SetFiles:
@@ -169,13 +187,12 @@ def _matching(pattern: Path) -> SetFiles:
 
 def _stem(rec: Path) -> str:
     """The name of OUT where a file is called as its shards are."""
-    match = SHARD_STEM.fullmatch(rec.stem)
-    return match[1] if match else rec.stem
+    return set_of_shard(rec.name) or rec.stem
 
 
 def _number(rec: Path) -> tuple[int, str]:
     """What shards are in the order of: 100000 comes behind 99999."""
-    match = SHARD_STEM.fullmatch(rec.stem)
+    match = _SHARD.fullmatch(rec.name)
     return (int(match[2]) if match else 0, rec.name)
 
 
@@ -231,6 +248,8 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
             _check_count(name, document[name])
         if "shards" in document:
             _check_shards(document)
+        if not isinstance(hashes := document.get("hashes", {}), dict):
+            raise ValueError(f"hashes is {hashes!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         fault = str(error) if type(error) is ValueError else repr(error)
         return {}, fault[:300]

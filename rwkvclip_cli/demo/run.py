@@ -101,7 +101,7 @@ def run_demo(folder: Path, keep: bool, recipe: Recipe | None = None) -> dict[str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _prepare(folder, recipe)
-        console.say(f"\n$ cd {shlex.quote(str(folder))}")
+        console.say("", f"$ cd {shlex.quote(str(folder))}")
         for arguments in commands(recipe, count_visible_gpus()):
             output = _run(arguments, folder, keep)
         found: dict[str, Any] = json.loads(output)
@@ -171,7 +171,7 @@ def _run(arguments: list[str], folder: Path, keep: bool) -> str:
     In the folder no settings file of the user's changes what the command means.
     """
     line = shlex.join(["rwkvclip", *arguments])
-    console.say(f"\n$ {line}")
+    console.say("", f"$ {line}")
     is_data = "--json" in arguments
     # By descriptor, not sys.stderr: the command's progress bar then sees the terminal.
     done = subprocess.run(

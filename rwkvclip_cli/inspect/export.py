@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rwkvclip_cli.console import RwkvClipError, UsageError, progress
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, progress
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.recordio import Record, unpack_record
 from rwkvclip_cli.inspect.files import Beside, Sources
@@ -57,7 +57,7 @@ def export(beside: Beside, folder: str, wanted: str | None) -> Exported:
                     bar.advance()
         os.rename(aside, target)
     except OSError as error:
-        raise RwkvClipError(f"cannot write {folder}: {error.strerror}", f"df -h {target.absolute().parent}") from error
+        raise cannot_write(folder, error, target.parent) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Exported(folder, len(ordinals), changed)

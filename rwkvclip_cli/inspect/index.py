@@ -8,19 +8,17 @@
 import contextlib
 import operator
 import os
-import re
 from array import array
 from pathlib import Path
 
 import numpy as np
 
-from rwkvclip_cli.console import Progress, RwkvClipError, progress
+from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, progress
+from rwkvclip_cli.data.record_index import LINE, LINES
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
 from rwkvclip_cli.inspect.scan import Damage, RecFile
 
-LINE = re.compile(rb"([0-9]{1,18})\t([0-9]{1,18})\r?")
-LINES = re.compile(rb"(?:[0-9]{1,18}\t[0-9]{1,18}\r?\n)*+(?:[0-9]{1,18}\t[0-9]{1,18})?+")  # much faster than one by one
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 4096
 
@@ -147,7 +145,7 @@ def _rebuild_index(part: Part, salvage: str, bar: Progress) -> tuple[Path, int]:
             os.fsync(index.fileno())
         os.replace(aside, idx)
     except OSError as error:
-        raise RwkvClipError(f"cannot write {idx}: {error.strerror}", f"df -h {rec.parent}") from error
+        raise cannot_write(idx, error, rec.parent) from error
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -7,6 +7,7 @@
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
+from rwkvclip_cli.console import page
 from rwkvclip_cli.data.loader import LoaderSpec, epoch_window, steps_per_epoch
 from rwkvclip_cli.data.packed import PackedSet
 from rwkvclip_cli.train.losses import suggested_chunk
@@ -110,4 +111,4 @@ def plan_text(found: dict[str, Any]) -> str:
     for point in found["learning_rate"]:
         bar = "#" * round(CURVE_WIDTH * point["lr"] / peak)
         lines.append(f"  step {point['step']:>{width},}  {point['lr']:.3e}  {bar}".rstrip())
-    return "\n".join(lines)
+    return page(lines)

@@ -3,12 +3,12 @@
 >>> print(inspect_data(InspectConfig(data="pairs.rec")).text)
 """
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
-from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED
+from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, page
+from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.samples import printable
 from rwkvclip_cli.data.shards import locate
@@ -75,14 +75,13 @@ def _report(options: InspectConfig, mode: str, found: dict[str, Any], text: str,
 
 
 def _prover(options: InspectConfig, beside: Beside) -> Prover | None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return pool_prover(options.proof, beside, options.workers or cores)
+    return pool_prover(options.proof, beside, options.workers or usable_cores())
 
 
 def _rebuild(options: InspectConfig, beside: Beside) -> Report:
     done = rebuild_indexes(beside)
     indexes = [{"index": printable(str(idx)), "records": count} for idx, count in done]
-    text = "\n".join(f"{each['index']}: {each['records']:,} records" for each in indexes)
+    text = page(f"{each['index']}: {each['records']:,} records" for each in indexes)
     found = {"indexes": indexes, "records": sum(count for _, count in done)}
     return _report(options, "rebuild-index", found, text)
 
@@ -98,6 +97,7 @@ def _verify(options: InspectConfig, beside: Beside, prover: Prover | None) -> Re
         "proof": options.proof,
         "checksums": verdict.checksums,
         "content_hash_checked": verdict.hashed,
+        "lists_checked": list(verdict.lists_hashed),
         "fault_counts": dict(sorted(verdict.log.counts.items())),
         "faults": faults,
         "faults_left_off": verdict.log.total - len(faults),
@@ -114,16 +114,17 @@ def _verdict_text(options: InspectConfig, beside: Beside, verdict: Verdict) -> s
     }
     name = printable(options.data)
     basis = [proved[options.proof], *(["content hash compared"] if verdict.hashed else [])]
+    basis += [f"{' and '.join(verdict.lists_hashed)} compared with their hashes"] if verdict.lists_hashed else []
     basis += ["captions and images compared with their checksums"] if verdict.checksums else []
     head = f"{name}: {verdict.records:,} records, {beside.size_bytes:,} bytes; {', '.join(basis)}"
     if verdict.is_sound:
-        return f"{head}\nsound"
+        return page([head, "sound"])
     lines = [head, f"{verdict.log.total:,} faults, {verdict.sound:,} records without one"]
     lines += [f"  {kind}: {count:,}" for kind, count in sorted(verdict.log.counts.items())]
     lines += [str(fault) for fault in verdict.log.first[:SHOWN_FAULTS]]
     if verdict.log.total > SHOWN_FAULTS:
         lines.append(f"... --json lists the first {KEPT_FAULTS:,}")
-    return "\n".join(lines)
+    return page(lines)
 
 
 def _salvage(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
@@ -134,7 +135,7 @@ def _salvage(options: InspectConfig, beside: Beside, prover: Prover | None) -> R
     lines.append(f"lost: {lost:,}" + (", each named in the .rejects.jsonl beside it" if lost else ""))
     lines += [f"  {kind}: {count:,}" for kind, count in saved.lost.items()]
     found = asdict(saved) | {"out": printable(saved.out)}
-    return _report(options, "salvage", found, "\n".join(lines))
+    return _report(options, "salvage", found, page(lines))
 
 
 def _export(options: InspectConfig, beside: Beside) -> Report:
@@ -144,7 +145,7 @@ def _export(options: InspectConfig, beside: Beside) -> Report:
     lines = [f"{folder}: {written.count:,} images, each with its captions in a .json"]
     if written.changed:
         lines.append(f"captions that give other tokens when they are packed again: in {written.changed:,} records")
-    return _report(options, "export", asdict(written) | {"folder": folder}, "\n".join(lines))
+    return _report(options, "export", asdict(written) | {"folder": folder}, page(lines))
 
 
 def _records(options: InspectConfig, beside: Beside) -> Report:
@@ -161,7 +162,7 @@ def _records(options: InspectConfig, beside: Beside) -> Report:
         lines += [f"  {slot}: {caption}" for slot, caption in enumerate(entry.get("captions", []))]
         lines += [f"  fault: {entry['fault']}"] if "fault" in entry else []
     failed = any("fault" in entry for entry in described)
-    return _report(options, "records", {"records": described}, "\n".join(lines) or "no records", failed)
+    return _report(options, "records", {"records": described}, page(lines) or "no records", failed)
 
 
 def _summary(options: InspectConfig, beside: Beside) -> Report:
@@ -188,7 +189,7 @@ def _summary(options: InspectConfig, beside: Beside) -> Report:
     if found["missing"]:
         lines.append(f"  missing: {', '.join(found['missing'])}")
     lines += [f"  fault: {Fault(**fault)}" for fault in found["faults"]]
-    return _report(options, "summary", found, "\n".join(lines), bool(found["faults"]))
+    return _report(options, "summary", found, page(lines), bool(found["faults"]))
 
 
 def _statistics_lines(statistics: object) -> list[str]:

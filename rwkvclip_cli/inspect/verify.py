@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from rwkvclip_cli.console import progress
+from rwkvclip_cli.data.shards import beside as path_beside
 from rwkvclip_cli.inspect.check import Prover, check_records
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
@@ -16,16 +17,21 @@ from rwkvclip_cli.inspect.index import read_listing
 from rwkvclip_cli.inspect.scan import RecFile
 
 HASH_BYTES = 1 << 20
+LISTS = ("rejects", "sources")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification found. records: whole ones; sound: those of them without a fault of their own."""
+    """What a verification found. records: whole ones; sound: those of them without a fault of their own.
+
+    hashed: whether the .rec files were compared with their hash; lists_hashed: which of rejects and sources were.
+    """
 
     records: int
     sound: int
     log: FaultLog
     hashed: bool
+    lists_hashed: tuple[str, ...]
     checksums: int
 
     @property
@@ -54,7 +60,30 @@ def verify(beside: Beside, prover: Prover | None) -> Verdict:
     _check_manifest(beside, records, log)
     if content is not None:
         content.finish()
-    return Verdict(records, sound, log, content is not None, checksums)
+    lists = _check_lists(beside, log)
+    return Verdict(records, sound, log, content is not None, lists, checksums)
+
+
+def _check_lists(beside: Beside, log: FaultLog) -> tuple[str, ...]:
+    """Compare rejects and sources with the hashes that the manifest has, of an older version none; which were compared.
+
+    Of the index each entry is compared with the records, so that other line ends are no fault.
+    """
+    compared = []
+    for part, promised in beside.manifest.get("hashes", {}).items():
+        path = path_beside(beside.files.rec, part) if part in LISTS else None
+        if path is None or not path.is_file():
+            continue
+        compared.append(part)
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            digest = f"unknown: {error.strerror}"
+        # What is wrong with it may have been told already.
+        if digest != promised and not log.counts[part]:
+            log.add(Fault(part, f"{path.name}: SHA-256 {digest}, packed with {str(promised)[:64]}"))
+    return tuple(compared)
 
 
 class _Content:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rwkvclip_cli.console import EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED, RwkvClipError
+from rwkvclip_cli.console import EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED, RwkvClipError, page
 from rwkvclip_cli.launch.lifeline import adopt_stderr, die_with_parent
 
 FOLDER_VARIABLE = "RWKVCLIP_EXIT_DIR"
@@ -93,7 +93,7 @@ def exit_recorded() -> Iterator[None]:
     try:
         yield
     except RwkvClipError as error:
-        record_exit(error.exit_code, error.message, "", error.hint)
+        record_exit(error.exit_code, page([error.message, *error.details]), "", error.hint)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
         raise

@@ -10,6 +10,7 @@ import sys
 from rwkvclip_cli import console
 from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import UnableError, UsageError
+from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.launch import gpus, network
 from rwkvclip_cli.launch.network import Endpoint
 from rwkvclip_cli.launch.plan import Machine, backend_of, hosts_endpoint
@@ -24,7 +25,7 @@ def survey(config: LaunchConfig) -> Machine:
         address, here = network.towards(addresses, network.own_addresses())
     return Machine(
         python=sys.executable,
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         gpus=0 if config.cpus else gpus.count_visible_gpus(),
         address=address,
         endpoint_is_known=addresses != [],

@@ -237,7 +237,8 @@ def _show(verdict: Verdict) -> None:
     if verdict.traceback:
         print(verdict.traceback, file=sys.stderr, flush=True)
     if verdict.message:
-        console.show_error(RwkvClipError(verdict.message, verdict.hint))
+        message, *details = verdict.message.split("\n")
+        console.show_error(RwkvClipError(message, verdict.hint, details=details))
 
 
 def _write_stderr(data: bytes) -> None:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, write_hint
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
@@ -97,7 +97,7 @@ def save(path: Path, checkpoint: Checkpoint, *, keep: int) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         raise RwkvClipError(
             f"{path}: the checkpoint could not be written: {str(error).splitlines()[0]}; earlier ones are whole",
-            hint=f"df -h {folder}",
+            hint=write_hint(error, folder),
         ) from error
     others = [other for other in list_checkpoints(folder.parent) if other != path]
     for old in others[: max(len(others) - keep + 1, 0)]:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from rwkvclip_cli.console import UnableError, UsageError
+from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.launch.network import steer_gloo
 from rwkvclip_cli.launch.plan import DEVICE_VARIABLE
 
@@ -93,7 +94,7 @@ def process_group(timeout_s: float) -> Iterator[Ranks]:
         torch.cuda.set_device(ranks.device)
     elif ranks.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Each rank would start a thread a core, and the ranks' threads spin against each other: six times slower.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+        torch.set_num_threads(max(1, usable_cores() // ranks.local_world_size))
     if ranks.world_size > 1:
         # What tells a rank, of which the first alone speaks, from a node that a cluster has numbered.
         os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rwkvclip_cli import __version__, console
 from rwkvclip_cli.config import TrainConfig
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, write_hint
 from rwkvclip_cli.data.loader import SHUFFLE_BUFFER, LoaderSpec, loader_threads, steps_per_epoch
 from rwkvclip_cli.data.packed import PackedSet, open_packed
 from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
@@ -132,7 +132,7 @@ def _find_checkpoint(config: TrainConfig) -> Path | None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror}") from error
+        raise UsageError(f"--output {output}: {error.strerror}", write_hint(error, output.parent)) from error
     if config.resume == "auto":
         return checkpoint.newest(output)
     if config.resume == "none":

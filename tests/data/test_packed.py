@@ -9,6 +9,7 @@ from shard_files import shard_path, shards_of, split_set
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import open_packed
+from rwkvclip_cli.data.shards import set_of_shard, shard_names
 
 
 def test_what_a_packed_set_knows(tmp_path: Path) -> None:
@@ -145,6 +146,20 @@ def test_an_index_over_shards_names_the_files_in_the_order_of_reading(sharded: P
     # Shards 1, 2, 0 and, once more, 1.
     joined_bytes = packed.size_bytes
     assert found[-1] == joined_bytes + packed.offsets[5] - packed.starts[1]
+
+
+@pytest.mark.parametrize("stem", ["out", "out-00000", "a-b", "two\nlines", "-"])
+def test_the_name_of_a_shard_is_taken_apart_as_it_was_put_together(stem: str) -> None:
+    for number in (0, 7, 99_999, 100_000):
+        for name in shard_names(Path(f"{stem}.rec"), number):
+            assert set_of_shard(name) == stem
+
+
+@pytest.mark.parametrize(
+    "name", ["out.rec", "out-0000.rec", "out-00000.tsv", "-00000.rec", "out-0000x.rec", "out-00000"]
+)
+def test_other_names_are_no_shards(name: str) -> None:
+    assert set_of_shard(name) == ""
 
 
 def test_shards_without_a_manifest_are_found_by_number(tmp_path: Path) -> None:

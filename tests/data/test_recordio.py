@@ -383,9 +383,9 @@ def test_an_error_inside_with_leaves_the_files_closed_and_there(tmp_path: Path) 
 
 
 def test_places_where_nothing_can_be_written_or_read(tmp_path: Path) -> None:
-    with pytest.raises(RwkvClipError, match=r"cannot create .*nowhere/a.rec: No such file"):
+    with pytest.raises(RwkvClipError, match=r"cannot write .*nowhere/a.rec: No such file"):
         RecordWriter(tmp_path / "nowhere" / "a.rec")
-    with pytest.raises(RwkvClipError, match=r"cannot create .*nowhere/a.idx: No such file"):
+    with pytest.raises(RwkvClipError, match=r"cannot write .*nowhere/a.idx: No such file"):
         RecordWriter(tmp_path / "a.rec", tmp_path / "nowhere" / "a.idx")
     with pytest.raises(RwkvClipError, match="need two files"):
         RecordWriter(tmp_path / "a.idx")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,7 @@ def test_a_set_without_manifest_is_salvaged_whole(packed, tmp_path, prove, parts
         ("pairs.manifest.json", b"[" * 100_000),
         ("pairs.manifest.json", b'{"captions": 3, "context_length": 77, "count": "8"}'),
         ("pairs.manifest.json", b'{"captions": -3, "context_length": 77, "count": 8}'),
+        ("pairs.manifest.json", b'{"captions": 3, "context_length": 77, "count": 8, "hashes": []}'),
         ("pairs.sources.tsv", b"0\tonly\n"),
         ("pairs.sources.tsv", b"\0" * 200_000),
         ("pairs.sources.tsv", b""),
@@ -166,6 +168,53 @@ def test_other_files_that_are_damaged_are_named(packed, tmp_path, name, text) ->
     assert list(verdict.log.counts) == ["manifest" if "manifest" in name else "sources"]
     assert verdict.sound == 8
     inspect_data(InspectConfig(data=str(rec)))
+
+
+CHANGES = {
+    "another source": ("sources", lambda text: text.replace(b"/003.jpg", b"/004.jpg")),
+    "another way it was kept": ("sources", lambda text: text.replace(b"\tkept\t", b"\tKEPT\t", 1)),
+    "other line ends": ("sources", lambda text: text.replace(b"\n", b"\r\n")),
+    "a reject more": ("rejects", lambda text: text + b'{"source": "x", "reason": "empty-file", "message": "x"}\n'),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_list_that_was_changed_is_told(packed, tmp_path, name) -> None:
+    part, change = CHANGES[name]
+    rec = copy_set(packed, tmp_path)
+    path = rec.with_suffix(SUFFIXES[part])
+    before = path.read_bytes()
+    path.write_bytes(change(before))
+    assert path.read_bytes() != before
+    report = inspect_data(InspectConfig(data=str(rec), verify=True, proof="none"))
+    assert report.exit_code == 1
+    (fault,) = report.document["faults"]
+    assert (fault["kind"], fault["message"][:-64]) == (
+        part,
+        f"{path.name}: SHA-256 {sha256(path.read_bytes()).hexdigest()}, packed with ",
+    )
+    assert fault["message"].endswith(sha256(before).hexdigest())
+
+
+def test_a_manifest_without_hashes_of_the_lists_is_one_of_an_older_version(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    path = rec.with_suffix(SUFFIXES["manifest"])
+    manifest = json.loads(path.read_text())
+    for has_hashes in (True, False):
+        report = inspect_data(InspectConfig(data=str(rec), verify=True, proof="none"))
+        assert (report.exit_code, report.document["faults"]) == (0, [])
+        assert report.document["lists_checked"] == (["rejects", "sources"] if has_hashes else [])
+        assert ("rejects and sources compared with their hashes" in report.text) is has_hashes
+        manifest.pop("hashes", None)
+        path.write_text(json.dumps(manifest))
+
+
+def test_a_salvaged_set_has_hashes_of_its_own_lists(packed, tmp_path) -> None:
+    damaged = copy_set(packed, tmp_path)
+    flip_bit(damaged, offsets(packed)[3] + 2, 0)
+    salvaged(damaged, None, tmp_path / "saved.rec")
+    verdict = verified(tmp_path / "saved.rec", None)
+    assert (verdict.is_sound, verdict.lists_hashed) == (True, ("rejects", "sources"))
 
 
 def test_labels_that_are_no_tokens(tmp_path) -> None:

@@ -229,6 +229,13 @@ def test_a_list_of_sources_of_another_length_is_told(sharded) -> None:
     assert found(shard_path(sharded, 2)) == [("sources", None, None, None)]
 
 
+def test_a_changed_list_of_sources_is_told_of_the_set_and_not_of_one_shard(sharded) -> None:
+    path = sharded.with_suffix(".sources.tsv")
+    path.write_text(path.read_text().replace("/004.jpg", "/005.jpg"))
+    assert found(sharded) == [("sources", None, None, None)]
+    assert [found(shard) for shard in shards_of(sharded)] == [[], [], []]
+
+
 def test_indexes_are_rebuilt_byte_for_byte(sharded) -> None:
     wanted = {path: path.with_suffix(".idx").read_bytes() for path in shards_of(sharded)}
     for number, path in enumerate(wanted):

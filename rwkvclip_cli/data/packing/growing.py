@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import UsageError, cannot_write
 from rwkvclip_cli.data.packing.samples import printable
 
 BLOCK_BYTES = 1 << 20
@@ -155,7 +155,4 @@ class GrowingFile:
 
     def _refuse(self, error: OSError) -> NoReturn:
         self._hash.close()
-        # The partial folder may be gone before the hint is read.
-        parents = self.path.absolute().parents
-        folder = next((each.parent for each in parents if each.name.endswith(".partial")), parents[0])
-        raise RwkvClipError(f"cannot write {self.path}: {error.strerror}", f"df -h {folder}") from error
+        raise cannot_write(self.path, error, self.path.parent) from error

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from rwkvclip_cli.config import MAX_PIXELS
+from rwkvclip_cli.data.packing.left_out import JPEG_FORMATS, STRIP_PIXELS, decode_whole
 from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage
 
 RGB = NDArray[np.uint8]  # (height, width, 3)
 
-STRIP_PIXELS = 2**21
 MAX_JPEG_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
 
 # Formats whose reader starts another program (EPS: Ghostscript) or only names a file that it cannot decode.
@@ -69,8 +69,8 @@ class Header:
 
     @property
     def is_jpeg(self) -> bool:
-        """Whether the bytes are JPEG (an MPO is one, followed by further views)."""
-        return self.format in ("JPEG", "MPO")
+        """Whether the bytes are JPEG."""
+        return self.format in JPEG_FORMATS
 
 
 def read_file(path: str) -> bytes:
@@ -233,6 +233,10 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def _load(data: bytes) -> ImageFile.ImageFile:
+    return decode_whole(lambda: _decode(data))
+
+
+def _decode(data: bytes) -> ImageFile.ImageFile:
     image = _open(data)
     try:
         image.load()
@@ -270,7 +274,7 @@ def _unreadable(error: Exception) -> BadImage:
         claimed = re.search(r"(\d+) pixels", words)
         count = f"{int(claimed[1]):,} pixels" if claimed else "too many pixels"
         return BadImage("too-many-pixels", f"{count}; --max-pixels is {Image.MAX_IMAGE_PIXELS:,}")
-    if "truncated" in words.lower() or isinstance(error, EOFError):
+    if isinstance(error, EOFError) or any(each in words.lower() for each in ("truncated", "not enough")):
         return BadImage("truncated-image", words)
     return BadImage("unreadable-image", words)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rwkvclip_cli.data.packing.growing import Extent
 from rwkvclip_cli.data.packing.reading import Position
-from rwkvclip_cli.data.packing.record_files import Shard
+from rwkvclip_cli.data.packing.record_files import PairExtent
 from rwkvclip_cli.data.packing.switch import sync_folder, write_synced
 
 JOURNAL = "journal.json"
@@ -34,7 +34,7 @@ class Journal:
     made_of: dict[str, Any]
     phase: str
     position: Position
-    shards: list[Shard]
+    shards: list[PairExtent]
     files: dict[str, Extent]
     tally: dict[str, Any] = field(default_factory=dict)
     content_hash: str = ""
@@ -57,7 +57,7 @@ def read_journal(folder: Path) -> Journal | None:
             return None
         document = json.loads(text)
         shards = [
-            Shard(shard["count"], Extent(**shard["rec"]), Extent(**shard["idx"])) for shard in document.pop("shards")
+            PairExtent(pair["count"], Extent(**pair["rec"]), Extent(**pair["idx"])) for pair in document.pop("shards")
         ]
         files = {name: Extent(**extent) for name, extent in document.pop("files").items()}
         return Journal(position=Position(**document.pop("position")), shards=shards, files=files, **document)

@@ -10,22 +10,18 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, check_extent
 from rwkvclip_cli.data.packing.journal import SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
-from rwkvclip_cli.data.shards import SUFFIXES, beside
+from rwkvclip_cli.data.shards import SUFFIXES, beside, set_of_shard, shard_names
 
 TEXTS = ("rejects", "sources")
-# Numbered files: OUT-00000.rec and on, with more digits where there are more.
-SHARD_DIGITS = 5
-SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>[0-9]{{{SHARD_DIGITS},}})\.(rec|idx)")
 
 
 class OutputSet:
@@ -171,8 +167,8 @@ class OutputSet:
     def commit(self, manifest: dict[str, Any], shards: int = 1) -> None:
         """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay.
 
-        `shards`: how many pairs of .rec and .idx there are. Raises RwkvClipError too for files that others have made
-        there since `start`.
+        The manifest gets `hashes`, the SHA-256 of rejects and sources. `shards`: how many pairs of .rec and .idx there
+        are. Raises RwkvClipError too for files that others have made there since `start`.
         """
         try:
             self.refuse_existing()
@@ -181,8 +177,9 @@ class OutputSet:
         new = [self.final[part].name for part in ("manifest", *TEXTS)]
         new += [path.name for number in range(shards) for path in self.record_paths(number)]
         try:
-            for text in self._texts.values():
-                text.close()
+            extents = {part: text.close() for part, text in self._texts.items()}
+            hashes = {part: extent.content_hash for part, extent in extents.items() if extent}
+            manifest = {**manifest, "hashes": hashes}
             write_synced(self.partial["manifest"], json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             self._switch.run(new, self.old_names())
         except OSError as error:
@@ -213,16 +210,6 @@ def final_paths(out: str) -> dict[str, Path]:
     return {part: beside(rec, part) for part in SUFFIXES}
 
 
-def shard_names(rec: Path, number: int) -> tuple[str, str]:
-    """The names of the .rec and .idx of that number of the set OUT.rec.
-
-    >>> shard_names(Path("out.rec"), 7)
-    ('out-00007.rec', 'out-00007.idx')
-    """
-    stem = f"{rec.name.removesuffix('.rec')}-{number:0{SHARD_DIGITS}d}"
-    return f"{stem}.rec", f"{stem}.idx"
-
-
 def _listed_shards(manifest: Path) -> set[str]:
     """The names of the numbered files that a manifest lists, if it lists any; no other names, whatever it holds."""
     try:
@@ -230,21 +217,21 @@ def _listed_shards(manifest: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     stem = manifest.name.removesuffix(SUFFIXES["manifest"])
-    recs = {name for name in names if (match := SHARD.fullmatch(name)) and match["stem"] == stem and "/" not in name}
+    recs = {name for name in names if name.endswith(".rec") and set_of_shard(name) == stem and "/" not in name}
     return recs | {f"{name.removesuffix('.rec')}.idx" for name in recs}
 
 
 def _numbered_files(rec: Path) -> set[str]:
     """The names of all files in the folder that are numbered as those of the set OUT.rec are."""
     stem = rec.name.removesuffix(".rec")
-    return {name for name in os.listdir(rec.parent) if (match := SHARD.fullmatch(name)) and match["stem"] == stem}
+    return {name for name in os.listdir(rec.parent) if set_of_shard(name) == stem}
 
 
 def _refuse_foreign(rec: Path, is_sharded: bool) -> None:
     """Refuse to write files that belong to a set of another name, whose other files would stay."""
-    match = SHARD.fullmatch(rec.name)
-    if match and rec.name in _listed_shards(rec.with_name(f"{match['stem']}{SUFFIXES['manifest']}")):
-        raise UsageError(f"{rec} is a part of {match['stem']}.rec, which was packed with --shard-size", "another name")
+    stem = set_of_shard(rec.name)
+    if stem and rec.name in _listed_shards(rec.with_name(f"{stem}{SUFFIXES['manifest']}")):
+        raise UsageError(f"{rec} is a part of {stem}.rec, which was packed with --shard-size", "another name")
     for name in sorted(_numbered_files(rec)) if is_sharded else ():
         if os.path.lexists(manifest := beside(rec.with_name(name).with_suffix(".rec"), "manifest")):
             raise UsageError(f"{rec.with_name(name)} is a set of its own: there is a {manifest.name}", "another name")
@@ -280,4 +267,4 @@ class _Lock:
 
 
 def _refuse(path: Path, error: OSError, besides: str = "") -> NoReturn:
-    raise RwkvClipError(f"cannot write {path}: {error.strerror}{besides}", f"df -h {path.absolute().parent}") from error
+    raise cannot_write(path, error, path.parent, besides) from error

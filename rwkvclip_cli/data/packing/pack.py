@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig, retype
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, progress, say
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, page, progress, say, warn
+from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.journal import READING, SHUFFLING, WRITTEN, Journal
-from rwkvclip_cli.data.packing.output import OutputSet, shard_names
+from rwkvclip_cli.data.packing.output import OutputSet
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.reading import Reading, parts_of
-from rwkvclip_cli.data.packing.record_files import RecordFiles, Shard
-from rwkvclip_cli.data.packing.resume import made_of, refuse_differences
+from rwkvclip_cli.data.packing.record_files import PairExtent, RecordFiles
+from rwkvclip_cli.data.packing.resume import changed_since, made_of, refuse_differences
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
 from rwkvclip_cli.data.packing.seen import Seen
 from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle
@@ -35,7 +36,7 @@ from rwkvclip_cli.data.packing.tables import Columns
 from rwkvclip_cli.data.packing.tally import Tally
 from rwkvclip_cli.data.packing.tokens import check_rows, join_tokens, open_tokens
 from rwkvclip_cli.data.packing.worker import WorkerOptions
-from rwkvclip_cli.data.shards import FORMAT_VERSION
+from rwkvclip_cli.data.shards import FORMAT_VERSION, shard_names
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 20  # of the time at most a twentieth goes into checkpoints, whatever the disk takes for one
@@ -94,7 +95,7 @@ class PackSummary:
         if self.statistics["token_slots_unmarked"]:
             unmarked = self.statistics["token_slots_unmarked"]
             lines.append(f"token slots without CLIP's start or end token: {unmarked:,}; ids of another tokenizer?")
-        return "\n".join(lines)
+        return page(lines)
 
 
 def _columns_lines(taken: dict[str, Columns]) -> list[str]:
@@ -129,6 +130,8 @@ def pack(config: PackConfig) -> PackSummary:
     ):
         if config.resume and output.journal is None and (done := _finished(config, output)):
             say(f"{printable(config.out)} is complete already")
+            if change := _change_since(config, output, done):
+                warn(change)
             return done
         output.refuse_existing()
         return _Pack(config, output).run()
@@ -194,11 +197,11 @@ class _Pack:
             count = self._output.journal.tally["count"]
             say(f"an unfinished pack of {out} ({count:,} records) is thrown away; --resume would have continued it")
 
-    def _read(self, done: list[Shard]) -> tuple[list[Shard], str]:
+    def _read(self, done: list[PairExtent]) -> tuple[list[PairExtent], str]:
         """Pack the inputs that are left; what the .rec files hold, and the hash of all of them."""
         config, tally = self._config, self._tally
         folder = self._output.scratch if config.shuffle else None
-        workers = Pool(config.workers or _cores(), _worker_options(config))
+        workers = Pool(config.workers or usable_cores(), _worker_options(config))
         with (
             workers as pool,
             self._record_files(folder, done) as files,
@@ -223,7 +226,7 @@ class _Pack:
             self._keep(WRITTEN, shards, content_hash)
         return shards, content_hash
 
-    def _shuffle(self, done: list[Shard]) -> tuple[list[Shard], str]:
+    def _shuffle(self, done: list[PairExtent]) -> tuple[list[PairExtent], str]:
         """Copy the records to their places; returns as `_read`."""
         output = self._output
         rec, idx = (output.scratch / output.final[part].name for part in ("rec", "idx"))
@@ -240,7 +243,7 @@ class _Pack:
         self._keep(WRITTEN, shards, content_hash)
         return shards, content_hash
 
-    def _record_files(self, folder: Path | None, done: list[Shard]) -> RecordFiles:
+    def _record_files(self, folder: Path | None, done: list[PairExtent]) -> RecordFiles:
         """The partial .rec and .idx, or one pair of them in `folder`."""
         if folder is None:
             return RecordFiles(self._config.writer, self._output.record_paths, self._config.shard_size, done)
@@ -274,7 +277,7 @@ class _Pack:
             self._last_checkpoint_s = time.monotonic()
             self._checkpoint_took_s = self._last_checkpoint_s - began_s
 
-    def _keep(self, phase: str, shards: list[Shard], content_hash: str = "", seen: Seen | None = None) -> None:
+    def _keep(self, phase: str, shards: list[PairExtent], content_hash: str = "", seen: Seen | None = None) -> None:
         """Write a checkpoint: the .rec and .idx files are on the disk, up to what `shards` says."""
         if self._config.writer == "mxnet":
             return
@@ -324,6 +327,18 @@ def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _change_since(config: PackConfig, output: OutputSet, done: PackSummary) -> str:
+    """What shows that the sources are no longer those of a finished set; "" where nothing does."""
+    options = _source_options(config, output)
+    when_ns = output.final["manifest"].stat().st_mtime_ns
+    try:
+        found = find_sources(config.sources, options)
+        change = changed_since(found, options, config.tokens, when_ns, done.count + done.rejects)
+    except UsageError as error:
+        return error.message
+    return f"{change}; --overwrite in place of --resume packs it anew" if change else ""
 
 
 @contextmanager
@@ -385,11 +400,6 @@ def _worker_options(config: PackConfig) -> WorkerOptions:
     return WorkerOptions(config.captions, config.context_length, images, config.dedupe)
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _settings(config: PackConfig) -> dict[str, Any]:
     """What the manifest says about the options that a set was packed with."""
     tokenizer = Tokenizer()
@@ -420,7 +430,7 @@ def _manifest(config: PackConfig, tally: Tally, content_hash: str, size_bytes: i
     }
 
 
-def _shard(rec: str, shard: Shard) -> dict[str, Any]:
+def _shard(rec: str, shard: PairExtent) -> dict[str, Any]:
     return {
         "rec": rec,
         "count": shard.count,
@@ -449,10 +459,10 @@ def _nothing_packed(config: PackConfig, tally: Tally) -> RwkvClipError:
     if not tally.rejects:
         return RwkvClipError(f"nothing to pack: no image in {shown}", "rwkvclip pack --help")
     counts = ", ".join(f"{reason} {count:,}" for reason, count in tally.reasons.most_common())
-    examples = "".join(f"\n  {printable(message)}" for message in tally.messages)
     return RwkvClipError(
-        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):{examples}",
+        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):",
         "rwkvclip pack --help",
+        details=[f"  {printable(message)}" for message in tally.messages],
     )
 
 

@@ -149,8 +149,9 @@ class Pool:
             if self._failed_starts == MAX_FAILED_STARTS:
                 said = f"{MAX_FAILED_STARTS} packing processes did not start (last exit code {code})"
                 raise RwkvClipError(
-                    f"{said}\n{worker.nursery.log}".rstrip(),
+                    said,
                     hint="pack with fewer --workers, if memory is short",
+                    details=worker.nursery.log.splitlines(),
                 )
             return
         task = worker.task
@@ -169,7 +170,7 @@ class Pool:
             _split(task, waiting)
             return
         source = task.samples[0].source
-        console.say(f"rwkvclip failed at {source}:\n{traceback}")
+        console.say(f"rwkvclip failed at {source}:", *traceback.splitlines())
         fault = traceback.strip().splitlines()[-1]
         _settle(task, [Reject(source, "internal-error", f"{source}: {fault}")])
 

@@ -23,8 +23,8 @@ HASH_EVERY_RECORDS = 256
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One .rec file: its records, and how far it and its index are written."""
+class PairExtent:
+    """How far one .rec and its index are written, and how many records that is."""
 
     count: int
     rec: Extent
@@ -48,7 +48,7 @@ class RecordFiles:
         writer: str,
         paths: Callable[[int], tuple[Path, Path]],
         shard_size: int | None = None,
-        done: Sequence[Shard] = (),
+        done: Sequence[PairExtent] = (),
     ) -> None:
         self._kind = writer
         self._paths = paths
@@ -64,7 +64,7 @@ class RecordFiles:
         if done:
             self._continue(done)
 
-    def _continue(self, done: Sequence[Shard]) -> None:
+    def _continue(self, done: Sequence[PairExtent]) -> None:
         megabytes = sum(shard.rec.size_bytes for shard in done) // BLOCK_BYTES
         with progress(megabytes, "checking what was packed", "MiB") as bar:
             for number, shard in enumerate(done):
@@ -97,7 +97,7 @@ class RecordFiles:
         if self.count % HASH_EVERY_RECORDS == 0 and self._rec_hash is not None:
             self._rec_hash.update()
 
-    def flush(self) -> list[Shard] | None:
+    def flush(self) -> list[PairExtent] | None:
         """Wait until all is on the disk; how far each file is, or None where the writer could not continue them."""
         if self._writer is None:
             return list(self._finished)
@@ -105,7 +105,7 @@ class RecordFiles:
             return None
         return [*self._finished, self._shard()]
 
-    def close(self) -> list[Shard]:
+    def close(self) -> list[PairExtent]:
         """Wait until all is on the disk and close the files; what each holds."""
         self._finish()
         return list(self._finished)
@@ -117,11 +117,11 @@ class RecordFiles:
             return self._sha256.hexdigest()
         return self._finished[0].rec.content_hash if self._finished else hashlib.sha256().hexdigest()
 
-    def _shard(self) -> Shard:
+    def _shard(self) -> PairExtent:
         """What the pair that is being written holds, all of it in the files."""
         assert self._rec_hash is not None
         assert self._idx_hash is not None
-        return Shard(self._in_shard, self._rec_hash.update(), self._idx_hash.update())
+        return PairExtent(self._in_shard, self._rec_hash.update(), self._idx_hash.update())
 
     def _finish(self) -> None:
         """Close the pair that is being written."""

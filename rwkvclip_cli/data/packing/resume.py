@@ -3,17 +3,20 @@
 >>> refuse_differences(journal.made_of, made_of(config, parts))
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rwkvclip_cli import __version__
 from rwkvclip_cli.config import PackConfig, option_fields, option_name
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.packing.growing import ANEW
-from rwkvclip_cli.data.packing.reading import Part, look_at
-from rwkvclip_cli.data.packing.samples import printable
+from rwkvclip_cli.data.packing.reading import Part, look_at, parts_of
+from rwkvclip_cli.data.packing.samples import SourceOptions, printable
+from rwkvclip_cli.data.packing.sources import KINDS
 
 # Options that have no part in the bytes of the files.
 FREE_OPTIONS = ("out", "workers", "writer", "overwrite", "resume", "json")
@@ -50,6 +53,39 @@ def refuse_differences(old: dict[str, Any], new: dict[str, Any]) -> None:
             how = "is new" if key not in before else "is gone" if key not in now else "has changed"
             raise UsageError(f"--resume: {printable(key[1])} {how} since the unfinished pack began", ANEW)
     raise UsageError("--resume: the sources' files come in another order than in the unfinished pack", ANEW)
+
+
+def changed_since(
+    found: Sequence[tuple[str, str]], options: SourceOptions, tokens: str | None, when_ns: int, inputs: int
+) -> str:
+    """How the sources differ from those of a pack of so many inputs that was finished at `when_ns`; "" if in nothing.
+
+    For that the times of all files are looked at, and inputs are counted where this reads no more than names. Raises
+    UsageError for a source that is gone.
+    """
+    parts = parts_of(found) + ([look_at("tokens", tokens)] if tokens else [])
+    for part in parts:
+        files = _files_below(part.path, options) if part.changed_ns is None else [(part.path, part.changed_ns)]
+        for path, changed_ns in files:
+            if changed_ns > when_ns:
+                return f"{printable(path)} has changed since"
+    counts = [count(path, options) for path, kind in found if (count := KINDS[kind].count_inputs)]
+    if len(counts) == len(found) and sum(counts) != inputs:
+        return f"the sources now hold {sum(counts):,} inputs, {inputs:,} were packed or rejected"
+    return ""
+
+
+def _files_below(folder: str, options: SourceOptions) -> Iterator[tuple[str, int]]:
+    """The files that may be inputs, each with the time of its last change; none of those behind a link to a folder."""
+    for above, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        real = os.path.realpath(above)
+        for name in names:
+            path = os.path.join(above, name)
+            if name.startswith(".") or os.path.join(real, name) in options.skip:
+                continue
+            with contextlib.suppress(OSError):  # a link that leads nowhere
+                yield path, os.stat(path).st_mtime_ns
 
 
 def _differs(how: str) -> UsageError:

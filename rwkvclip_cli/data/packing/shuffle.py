@@ -52,11 +52,18 @@ def shuffle(
         unshuffled.sources.open("rb") as lines,
         progress(len(reader), "shuffling", "records", files.count) as bar,
     ):
-        order = shuffled_order(len(reader), seed)
-        for new, old in enumerate(map(int, order[files.count :]), files.count):
+
+        def take(old: int) -> tuple[Record, str]:
             lines.seek(int(starts[old]))
             line = lines.readline().decode()
-            record = _read(reader, old, line)
+            return _read(reader, old, line), line
+
+        left = shuffled_order(len(reader), seed)[files.count :]
+        # A file that was cut off is told at once; other damage where it lies, for to find it all would have to be read.
+        if len(left):
+            take(len(reader) - 1)
+        for new, old in enumerate(map(int, left), files.count):
+            record, line = take(old)
             files.write(array("f", record.labels), record.image)
             sources.write(f"{new}\t{line.partition(TAB)[2]}")
             bar.advance(1)

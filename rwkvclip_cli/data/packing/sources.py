@@ -33,6 +33,7 @@ class Kind:
     packed. `count` gives the number of its samples, rejects included, without reading images; None where only reading
     all of it would tell. `parts` gives the files that it consists of, each of them readable by itself. Where the items
     hold images, `read_on` yields those of a file behind the first so many, without reading the images of these.
+    `count_inputs`, where names or footers alone tell it, gives the number of its inputs, rejects of all kinds included.
     """
 
     read: Callable[[str, SourceOptions], Iterator[Item]]
@@ -40,6 +41,7 @@ class Kind:
     count: Callable[[str, SourceOptions], int | None]
     parts: Callable[[str], list[str]] = lambda path: [path]
     read_on: Callable[[str, SourceOptions, int], Iterator[Item]] | None = None
+    count_inputs: Callable[[str, SourceOptions], int] | None = None
 
 
 def find_sources(paths: Iterable[str], options: SourceOptions) -> list[tuple[str, str]]:
@@ -164,12 +166,18 @@ def _count_by(read: Callable[[str, SourceOptions], Iterator[Item]]) -> Callable[
     return count
 
 
+def _count_files(path: str, options: SourceOptions) -> int:
+    return sum(not isinstance(item, Ignored) for item in read_folder(path, options))
+
+
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 KINDS = {
-    "folder": Kind(read_folder, metadata_columns, _count_by(read_folder)),
-    "imagefolder": Kind(read_folder, check_metadata, _count_by(read_folder)),
+    "folder": Kind(read_folder, metadata_columns, _count_by(read_folder), count_inputs=_count_files),
+    "imagefolder": Kind(read_folder, check_metadata, _count_by(read_folder), count_inputs=_count_files),
     "table": Kind(_read_table, _table_columns, _count_by(_read_table)),
-    "parquet": Kind(_read_parquets, _parquet_columns, _count_parquets, parquet_files, read_parquet),
+    "parquet": Kind(
+        _read_parquets, _parquet_columns, _count_parquets, parquet_files, read_parquet, count_inputs=_count_parquets
+    ),
     "webdataset": Kind(_read_tars, _check_tars, lambda path, options: None, tars_of, _read_tar),
 }
 SUFFIXES = {".csv": "table", ".tsv": "table", ".jsonl": "table", PARQUET: "parquet"}

@@ -68,6 +68,8 @@ class _Group:
     data: bytes = b""
     fault: Reject | None = None
     sidecars: dict[str, Sidecar] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    """Caption files that are there but cannot be read, and why."""
     suffixes: set[str] = field(default_factory=set)
     first: str = ""
 
@@ -176,29 +178,45 @@ def _add(
     source = f"{path}:{name}"
     if wanted and not group.image:
         group.image = name
-        if not info.isreg():
-            group.fault = Reject(
-                source, "unreadable-image", f"{source} is a link; pack the tar with --hard-dereference"
-            )
+        if link := _link(info):
+            group.fault = Reject(source, "unreadable-image", f"{source} is {link}")
         elif info.size > (most := MAX_SPARSE_BYTES if info.issparse() else MAX_IMAGE_BYTES):
             group.fault = Reject(source, "too-large", f"{source}: {info.size:,} bytes, at most {most:,}")
         else:
             group.data = read(tar, info)
-    elif (
-        kind and kind not in group.sidecars and info.isreg() and not info.issparse() and info.size <= MAX_SIDECAR_BYTES
-    ):
-        group.sidecars[kind] = Sidecar(kind, read(tar, info))
+    elif kind and kind not in group.sidecars:
+        if link := _link(info):
+            group.unread.append(f"{source} is {link}")
+        elif info.issparse():
+            group.unread.append(f"{source} is stored without its zeros; make the tar without --sparse")
+        elif info.size > MAX_SIDECAR_BYTES:
+            group.unread.append(f"{source}: a caption file has at most {MAX_SIDECAR_BYTES:,} bytes")
+        else:
+            group.sidecars[kind] = Sidecar(kind, read(tar, info))
+
+
+def _link(info: tarfile.TarInfo) -> str:
+    """What a member is that has no content of its own, and what to do about it.
+
+    What a link leads to may lie anywhere in the archive or outside of it; this is one pass.
+    """
+    if info.isreg():
+        return ""
+    kind, option = ("hard", "--hard-dereference") if info.islnk() else ("symbolic", "--dereference")
+    return f"a {kind} link to {info.linkname}; make the tar with {option}"
 
 
 def _finish(path: str, group: _Group, caption_keys: Sequence[str], needs_captions: bool) -> Item:
     if not group.image:
         source = f"{path}:{group.first}"
-        if not group.sidecars:
+        if not group.sidecars and not group.unread:
             return Ignored(source)
         return Reject(source, "missing-image", f"{source}: no image follows with the name {group.key}")
     if group.fault:
         return group.fault
     source = f"{path}:{group.image}"
+    if not group.sidecars and group.unread and needs_captions:
+        return Reject(source, "unreadable-caption", "; ".join(group.unread))
     if not group.sidecars and needs_captions:
         return Reject(
             source, "missing-caption", f"{source}: no {group.key}.txt or .json next to it in the tar (tar --sort=name)"

@@ -65,4 +65,4 @@ def test_a_file_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     for folder in (tmp_path / ".o.rec.partial", tmp_path / ".o.rec.partial" / "unshuffled"):
         with pytest.raises(RwkvClipError, match=r"cannot write .*log: No such file or directory") as fault:
             GrowingFile(folder / "log")
-        assert fault.value.hint == f"df -h {tmp_path}"
+        assert fault.value.hint == f"ls -ld {tmp_path}"

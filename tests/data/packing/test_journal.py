@@ -5,14 +5,14 @@ from pathlib import Path
 from rwkvclip_cli.data.packing.growing import Extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, READING, Journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.reading import Position
-from rwkvclip_cli.data.packing.record_files import Shard
+from rwkvclip_cli.data.packing.record_files import PairExtent
 from rwkvclip_cli.data.packing.tally import Tally
 
 WRITTEN = Journal(
     {"version": "1", "options": {"out": "caf\udce9"}, "files": []},
     READING,
     Position(1, 2, 3),
-    [Shard(4, Extent(5, "ab"), Extent(6, "cd"))],
+    [PairExtent(4, Extent(5, "ab"), Extent(6, "cd"))],
     {"o.sources.tsv": Extent(7, "ef")},
     Tally().document(),
 )

@@ -16,8 +16,9 @@ from pack_files import family, files_of, folder_of
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet, shard_names
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
 from rwkvclip_cli.data.packing.pack import pack
+from rwkvclip_cli.data.shards import shard_names
 
 # Packs as the command does, but stops to read on after 20 inputs until the test has done what it wants.
 SLOW = """

@@ -306,7 +306,7 @@ def test_where_nothing_can_be_packed_the_error_says_why_and_nothing_stays(tmp_pa
     with pytest.raises(RwkvClipError, match="all 2 inputs") as fault:
         pack(PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), workers=1))
     assert fault.value.exit_code == 1
-    assert "HTML" in fault.value.message
+    assert "HTML" in "".join(fault.value.details)
     assert "missing-image 1" in fault.value.message
     assert [path.name for path in tmp_path.iterdir()] == ["imgs"]
     (tmp_path / "empty").mkdir()

@@ -11,11 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import run_cli
-from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, photo, write_tar
+from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, photo, write, write_tar
 
 import rwkvclip_cli.data.packing.pack as packing
 from rwkvclip_cli.config import PackConfig
@@ -104,7 +108,9 @@ def test_resume_of_a_finished_pack_says_so_and_changes_nothing(tmp_path, capsys)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again = PackConfig(sources=(str(source),), out=str(out), proof="none", resume=True)
     assert pack(again) == first
-    assert f"{out} is complete already" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{out} is complete already" in said
+    assert f"warning: {source}: no such folder or file\n" in said
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     folder_of(source, 3)
     for other in ({"quality": 90}, {"shuffle": True}, {"shard_size": 2}, {"captions": 2}):
@@ -113,6 +119,72 @@ def test_resume_of_a_finished_pack_says_so_and_changes_nothing(tmp_path, capsys)
     out.write_bytes(out.read_bytes()[:-4])
     with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
         pack(again)
+
+
+def later(path: Path) -> None:
+    """Have a file changed an hour from now."""
+    os.utime(path, (time.time() + 3600,) * 2)
+
+
+SINCE = {
+    "nothing": (lambda source: None, ""),
+    "a hidden file": (lambda source: later(write(source, {".seen": "x"}) / ".seen"), ""),
+    "a caption": (lambda source: later(source / "001.txt"), "{source}/001.txt has changed since"),
+    "a picture": (lambda source: later(source / "001.jpg"), "{source}/001.jpg has changed since"),
+    "one more": (
+        lambda source: [os.utime(write(source, {name: b"x"}) / name, (0, 0)) for name in ("9.jpg", "9.txt")],
+        "the sources now hold 5 inputs, 4 were packed or rejected",
+    ),
+    "one less": (
+        lambda source: [(source / name).unlink() for name in ("001.jpg", "001.txt")],
+        "the sources now hold 3 inputs, 4 were packed or rejected",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SINCE)
+def test_resume_of_a_finished_pack_says_what_of_the_sources_has_changed(tmp_path, capsys, change):
+    source, out = folder_of(tmp_path / "imgs", 3), tmp_path / "imgs" / "o.rec"
+    write(source, {"lost.txt": "without an image"})
+    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")
+    first = pack(config)
+    assert first.count + first.rejects == 4
+    before = files_of(out)
+    capsys.readouterr()
+    act, told = SINCE[change]
+    act(source)
+    assert pack(dataclasses.replace(config, resume=True)).count == first.count
+    said = [f"{out} is complete already"]
+    if told:
+        words = told.format(source=tmp_path / "imgs")
+        said.append(f"warning: {words}; --overwrite in place of --resume packs it anew")
+    assert capsys.readouterr().err.splitlines() == said
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("kind", ["table", "tar", "parquet", "tokens"])
+def test_resume_of_a_finished_pack_looks_at_files_of_every_kind(tmp_path, capsys, kind):
+    imgs = folder_of(tmp_path / "imgs", 2)
+    options: dict[str, object] = {}
+    if kind == "table":
+        path = write(tmp_path, {"rows.csv": "image,caption\nimgs/000.jpg,a\n"}) / "rows.csv"
+    elif kind == "tar":
+        path = write_tar(tmp_path / "t.tar", [("0.jpg", (imgs / "000.jpg").read_bytes()), ("0.txt", b"a")])
+    elif kind == "parquet":
+        path = tmp_path / "cells.parquet"
+        pq.write_table(pa.table({"image": [(imgs / "000.jpg").read_bytes()], "caption": ["a"]}), path)
+    else:
+        path = tmp_path / "ids.npy"
+        np.save(path, np.full((2, 77), 5, np.int32))
+        options = {"tokens": str(path)}
+    source = imgs if kind == "tokens" else path
+    config = PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), workers=1, proof="none", **options)
+    pack(config)
+    for is_changed in (False, True):
+        capsys.readouterr()
+        pack(dataclasses.replace(config, resume=True))
+        assert (f"warning: {path} has changed since; --overwrite" in capsys.readouterr().err) is is_changed
+        later(path)
 
 
 def test_an_overwriting_pack_goes_on_as_well(tmp_path):
@@ -246,7 +318,7 @@ def test_a_pack_that_fills_the_disk_goes_on_when_there_is_room(tmp_path, options
     assert "cannot write" in message
     assert "File too large; " in message
     assert message.endswith(" records are kept")
-    assert f"df -h {tmp_path}" in hint
+    assert hint.startswith("  try: ulimit -f unlimited; then ")
     assert hint.endswith("--resume")
     assert "Traceback" not in done.stderr
     assert shown(tmp_path) == ["imgs"]

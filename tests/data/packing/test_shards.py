@@ -10,7 +10,7 @@ from pack_files import folder_of
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
-from rwkvclip_cli.data.packing.output import OutputSet
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
 from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.recordio import RecordReader
 
@@ -55,6 +55,8 @@ def test_shards_hold_the_bytes_of_the_one_file(tmp_path, source, options, size, 
         for rec, count, data in zip(recs, counts, contents, strict=True)
     ]
     assert "shards" not in whole
+    beside = {part: (tmp_path / "many" / f"o{SUFFIXES[part]}").read_bytes() for part in ("rejects", "sources")}
+    assert whole["hashes"] == {part: hashlib.sha256(text).hexdigest() for part, text in beside.items()}
     assert manifest["options"].pop("shard_size") == size
     assert manifest == whole
     ordinal = 0

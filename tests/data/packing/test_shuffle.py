@@ -7,8 +7,11 @@ import pytest
 from helpers import jpeg
 
 from rwkvclip_cli.config import PackConfig
+from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.data.packing.growing import GrowingFile
 from rwkvclip_cli.data.packing.pack import pack
-from rwkvclip_cli.data.packing.shuffle import shuffled_order
+from rwkvclip_cli.data.packing.record_files import RecordFiles
+from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle, shuffled_order
 from rwkvclip_cli.data.recordio import RecordReader
 
 
@@ -62,3 +65,24 @@ def test_the_draw_stays_what_it_is() -> None:
     # Sets that users have packed depend on it.
     assert shuffled_order(8, 0).tolist() == [0, 3, 5, 7, 6, 2, 1, 4]
     assert shuffled_order(0, 0).tolist() == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "another last record"])
+def test_records_that_were_cut_off_are_told_before_any_is_copied(folder: Path, damage: str) -> None:
+    packed(folder, "plain")
+    unshuffled = Unshuffled(*(folder.parent / f"plain{end}" for end in (".rec", ".idx", ".sources.tsv")))
+    data = bytearray(unshuffled.rec.read_bytes())
+    if damage == "cut off":
+        del data[-8:]
+    else:
+        data[-100] ^= 1
+    unshuffled.rec.write_bytes(data)
+    new = folder.parent / "new.rec"
+    with RecordFiles("native", lambda _: (new, new.with_suffix(".idx"))) as files:
+        sources = GrowingFile(folder.parent / "new.sources.tsv")
+        # Of this seed the last record comes late.
+        assert shuffled_order(30, 3).tolist().index(29) > 5
+        with pytest.raises(UsageError, match=r"plain\.rec: cannot be continued: .*record 29 "):
+            shuffle(unshuffled, files, sources, seed=3, after_each=lambda: None)
+        sources.abandon()
+    assert files.count == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pack_files import told, write_tar
 
-from rwkvclip_cli.data.packing.samples import Reject, Sample
+from rwkvclip_cli.data.packing.samples import MAX_SIDECAR_BYTES, Reject, Sample
 from rwkvclip_cli.data.packing.tars import read_tar
 
 PAIRS = [item for n in range(3) for item in ((f"{n}.jpg", bytes([n]) * 700), (f"{n}.txt", b"caption"))]
@@ -126,17 +126,51 @@ def test_a_cut_gzip_and_what_is_no_tar_are_rejects(tmp_path):
     assert tar(tmp_path / "n.tar") == [("n.tar", "damaged-tar")]
 
 
-def test_a_link_in_a_tar_is_a_reject_that_says_so(tmp_path):
-    with tarfile.open(tmp_path / "t.tar", "w") as archive:
-        info = tarfile.TarInfo("1.jpg")
-        info.type, info.linkname = tarfile.LNKTYPE, "0.jpg"
-        archive.addfile(info)
-        text = tarfile.TarInfo("1.txt")
-        text.size = 1
-        archive.addfile(text, io.BytesIO(b"x"))
-    (item,) = read_tar(str(tmp_path / "t.tar"))
+def tar_with_links(path: Path, members: list[tuple[str, str | bytes]], kind: bytes) -> Path:
+    """A tar of files and, where text stands for the content, of links to that name."""
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                info.type, info.linkname = kind, content
+                archive.addfile(info)
+            else:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+LINKS = {tarfile.LNKTYPE: ("a hard link", "--hard-dereference"), tarfile.SYMTYPE: ("a symbolic link", "--dereference")}
+
+
+@pytest.mark.parametrize("kind", LINKS, ids=["hard", "symbolic"])
+def test_a_link_in_a_tar_is_a_reject_that_says_so(tmp_path, kind):
+    members = [
+        ("0.jpg", b"J"), ("0.txt", b"x"),
+        ("1.jpg", "0.jpg"), ("1.txt", b"x"),
+        ("2.jpg", b"J"), ("2.txt", "0.txt"),
+        ("3.txt", "0.txt"),
+        ("4.jpg", b"J"), ("4.json", b'{"caption": "c"}'), ("4.txt", "0.txt"),
+    ]  # fmt: skip
+    path = tar_with_links(tmp_path / "t.tar", members, kind)
+    items = list(read_tar(str(path)))
+    reasons = ["unreadable-image", "unreadable-caption", "missing-image"]
+    expected = [("0.jpg", ["x"]), *zip(("1.jpg", "2.jpg", "3.txt"), reasons, strict=True), ("4.jpg", ["c"])]
+    assert told(items, tmp_path) == [(f"t.tar:{name}", what) for name, what in expected]
+    what, option = LINKS[kind]
+    for item, link, target in ((items[1], "1.jpg", "0.jpg"), (items[2], "2.txt", "0.txt")):
+        assert isinstance(item, Reject)
+        assert item.message == f"{path}:{link} is {what} to {target}; make the tar with {option}"
+
+
+def test_a_caption_file_in_a_tar_that_is_too_large_is_told_as_that(tmp_path):
+    path = write_tar(tmp_path / "t.tar", [("0.jpg", b"J"), ("0.txt", b" " * (MAX_SIDECAR_BYTES + 1))])
+    (item,) = read_tar(str(path))
     assert isinstance(item, Reject)
-    assert (item.reason, "--hard-dereference" in item.message) == ("unreadable-image", True)
+    assert (item.reason, item.message) == (
+        "unreadable-caption",
+        f"{path}:0.txt: a caption file has at most 16,777,216 bytes",
+    )
 
 
 def test_a_long_tar_takes_constant_memory(tmp_path):
@@ -209,5 +243,5 @@ def test_a_sparse_file_that_claims_gigabytes_costs_none(tmp_path):
     found = list(read_tar(str(tmp_path / "t.tar")))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [item.reason for item in found if isinstance(item, Reject)] == ["too-large", "missing-caption"]
+    assert [item.reason for item in found if isinstance(item, Reject)] == ["too-large", "unreadable-caption"]
     assert peak < 2**20
