@@ -57,7 +57,7 @@ GREY = 128  # of libjpeg's, where data is missing
 TRIALS = 16
 
 # Pictures decoded side by side: beyond this a batch gains nothing and only holds memory, about 15 bytes a pixel.
-GROUP_PIXELS = 3 * 2**19
+GROUP_PIXELS = 2**20
 # A larger picture leaves a pipeline with more memory than it is worth to keep.
 LARGE_PIXELS = 2**24
 GROUP_COUNT = 16
