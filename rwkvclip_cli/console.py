@@ -65,6 +65,15 @@ def cannot_write(what: object, error: OSError, folder: Path, besides: str = "") 
     return RwkvClipError(f"cannot write {what}: {error.strerror or error}{besides}", write_hint(error, folder))
 
 
+@contextmanager
+def writing(what: object, folder: Path) -> Iterator[None]:
+    """Turn what the system says while `what` is written in `folder` into the error of `cannot_write`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(what, error, folder) from error
+
+
 def write_hint(error: Exception, folder: Path) -> str:
     """The command that shows, or ends, what keeps the system from writing in a folder."""
     folder = folder.absolute()

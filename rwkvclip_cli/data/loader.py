@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, writing
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.mixing import mixed
 from rwkvclip_cli.data.packed import PackedSet
@@ -210,9 +210,11 @@ def _build(
 ) -> Any:
     """The pipeline over the records in `window`: images, label floats and each record's file and place in it."""
     # DALI reads the index while the pipeline is built, and only then.
-    with tempfile.TemporaryDirectory(prefix="rwkvclip-index-") as folder:
-        index = Path(folder) / "epoch.idx"
+    with writing("an epoch's index", Path(tempfile.gettempdir())):
+        folder = tempfile.TemporaryDirectory(prefix="rwkvclip-index-")
+        index = Path(folder.name) / "epoch.idx"
         recs = packed.write_index(index, window)
+    with folder:
         pipe = _define(spec, recs, index, seed=seed, shard=shard, state=state, training=training)
         try:
             pipe.build()

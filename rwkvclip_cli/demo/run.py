@@ -99,8 +99,9 @@ def run_demo(folder: Path, keep: bool, recipe: Recipe | None = None) -> dict[str
         )
     started_s = time.monotonic()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _prepare(folder, recipe)
+        with console.writing(folder, folder.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            _prepare(folder, recipe)
         console.say("", f"$ cd {shlex.quote(str(folder))}")
         for arguments in commands(recipe, count_visible_gpus()):
             output = _run(arguments, folder, keep)

@@ -3,6 +3,7 @@
 {"step": 200, "samples": 102400, "loss": 3.41, "lr": 0.0005, "grad_norm": 0.8, "images_per_s": 4711.0, ...}
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from rwkvclip_cli.console import writing
 
 METRICS_FILE = "metrics.jsonl"
 # Dense bf16 matrix rate of one GPU, FLOP/s, from the makers' data sheets; the first name that the device's contains.
@@ -34,21 +37,24 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = output / METRICS_FILE
-        _drop_lines_from(self.path, first_step)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(output / "tensorboard"), purge_step=first_step)
+        with writing(self.path, output):
+            _drop_lines_from(self.path, first_step)
+            self._file = self.path.open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=first_step)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one step's line and show the same numbers to TensorBoard."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Append one step's line and show the same numbers to TensorBoard. RwkvClipError where the disk refuses."""
+        with writing(self.path, self.path.parent):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
         for name, value in values.items():
             if isinstance(value, int | float) and name != "step":
                 self._board.add_scalar(name, value, values["step"])
 
     def close(self) -> None:
-        """Flush both records."""
-        self._file.close()
+        """Close both records. What the disk did not take has been told when it was written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
         self._board.close()
 
 

@@ -176,6 +176,12 @@ def test_a_loader_sets_no_memory_aside_that_it_never_uses(packed: Path) -> None:
     assert int(done.stdout) < 1 << 30
 
 
+def test_without_room_for_an_index_there_is_one_error(packed: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(RwkvClipError, match="cannot write an epoch's index: No such file or directory"):
+        TrainLoader(open_packed(packed), LoaderSpec(12, 16), epoch=0)
+
+
 def test_one_shard_alone_is_a_set(packed: Path, sharded: Path) -> None:
     last = sorted(sharded.parent.glob("out-*.rec"))[-1]
     (batch,) = eval_batches(open_packed(last), LoaderSpec(64, 14), caption_slot=0)

@@ -210,3 +210,9 @@ def test_the_whole_demo() -> None:
 @pytest.mark.timeout(600)
 def test_the_whole_demo_on_gpus() -> None:
     check_the_demo()
+
+
+def test_a_folder_that_cannot_be_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RwkvClipError, match=r"cannot write .*/file/demo: Not a directory"):
+        run_demo(tmp_path / "file" / "demo", keep=True)
