@@ -77,7 +77,7 @@ class Options:
             value = getattr(self, field.name)
             check_value(field, value)
             if value != field.default:
-                given[field.name] = f"--{option_name(field)} {value}"
+                given[field.name] = f"--{option_name(field)}" + ("" if value is True else f" {value}")
         check_rivals(type(self), given)
 
 

@@ -70,7 +70,7 @@ def steps_per_epoch(packed: PackedSet, spec: LoaderSpec) -> int:
         raise UsageError(
             f"{packed.rec}: {wanted:,} records an epoch do not fill one global batch of {global_batch:,} "
             f"({spec.world_size} ranks x {spec.batch_size})",
-            hint=f"--batch-size {max(wanted // spec.world_size, 1)}",
+            hint=f"--batch-size {fitting}" if (fitting := wanted // spec.world_size) else f"at most {wanted:,} ranks",
         )
     return wanted // global_batch
 

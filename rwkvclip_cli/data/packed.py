@@ -165,7 +165,8 @@ def _read_offsets(shard: Shard, files: SetFiles) -> Offsets:
     size_bytes = rec.stat().st_size
     if offsets[-1] >= size_bytes:
         raise RwkvClipError(
-            f"{idx}: offset {offsets[-1]:,} lies outside the {size_bytes:,} bytes of {rec.name}", hint=_again(files)
+            f"{idx}: offset {offsets[-1]:,} lies outside the {size_bytes:,} bytes of {rec.name}",
+            hint=f"rwkvclip inspect {files.name} --salvage SAVED.rec",
         )
     if shard.size_bytes not in (None, size_bytes):
         raise RwkvClipError(

@@ -131,7 +131,8 @@ def locate(name: str | Path) -> SetFiles:
             raise UsageError(f"{path}: no such file", hint=f"ls {path.parent}")
         return _named(path.with_name(path.name.removesuffix(MANIFEST_SUFFIX) + ".rec"))
     if path.suffix != ".rec":
-        raise UsageError(f"{path}: not a packed .rec file", hint=f"rwkvclip pack {path} data.rec")
+        near = next((rec for rec in (path.with_suffix(".rec"), Path(f"{path}.rec")) if os.path.lexists(rec)), None)
+        raise UsageError(f"{path}: not a packed .rec file", hint=str(near or f"rwkvclip pack {path} data.rec"))
     return _named(path)
 
 

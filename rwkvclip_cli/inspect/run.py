@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
-from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, page
+from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, page, warn
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.samples import printable
@@ -21,6 +21,8 @@ from rwkvclip_cli.inspect.salvage import salvage
 from rwkvclip_cli.inspect.summary import describe_records, summarize
 from rwkvclip_cli.inspect.verify import Verdict, verify
 
+# What --plan alone looks at.
+PLANNED = ("world_size", "batch_size", "epochs", "lr", "warmup", "train_num_samples")
 SHOWN_FAULTS = 20
 SHOWN_STATISTICS = {
     "kept": "images as they lie",
@@ -50,6 +52,10 @@ class Report:
 
 def inspect_data(options: InspectConfig) -> Report:
     """Do what the options ask for. Damage is a result; RwkvClipError says what could not be done because of it."""
+    if not options.plan and (
+        idle := [name for name in PLANNED if getattr(options, name) != getattr(InspectConfig, name)]
+    ):
+        warn(f"{', '.join('--' + name.replace('_', '-') for name in idle)}: for --plan alone, which is not given")
     if options.plan:
         from rwkvclip_cli.inspect.plan import plan, plan_text  # brings torch, which no other mode needs
 
@@ -124,6 +130,10 @@ def _verdict_text(options: InspectConfig, beside: Beside, verdict: Verdict) -> s
     lines += [str(fault) for fault in verdict.log.first[:SHOWN_FAULTS]]
     if verdict.log.total > SHOWN_FAULTS:
         lines.append(f"... --json lists the first {KEPT_FAULTS:,}")
+    if all(kind.startswith("index-") for kind in verdict.log.counts):
+        lines.append(f"try: rwkvclip inspect {name} --rebuild-index")
+    else:
+        lines.append(f"try: rwkvclip inspect {name} --salvage SAVED.rec, which keeps every record that is sound")
     return page(lines)
 
 

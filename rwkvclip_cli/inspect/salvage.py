@@ -44,7 +44,7 @@ def salvage(beside: Beside, prover: Prover | None, out: str) -> Salvaged:
         raise UsageError(f"--salvage {out}: that is the damaged file itself", "--salvage ANOTHER.rec")
     kept = before = 0
     lost: Counter[str] = Counter()
-    with OutputSet(out, overwrite=False) as output:
+    with OutputSet(out, overwrite=False, instead="another name") as output:
         output.start()
         copied = _copy_rejects(beside, output)
         with (

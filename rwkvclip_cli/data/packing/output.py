@@ -29,13 +29,17 @@ class OutputSet:
 
     Holds a lock on the target; a second pack into it is refused. A switch that a killed run left half done is brought
     to its end. Leaving it without `commit` removes what was written, unless there is a `journal` to continue from.
-    `shard_size`: the records are in numbered files, not in one. Raises UsageError for a target that cannot be.
+    `shard_size`: the records are in numbered files, not in one. `instead`: what to do where files of the set are there
+    and are not to be replaced. Raises UsageError for a target that cannot be.
     """
 
-    def __init__(self, out: str, overwrite: bool, shard_size: int | None = None) -> None:
+    def __init__(
+        self, out: str, overwrite: bool, shard_size: int | None = None, instead: str = "--overwrite replaces it"
+    ) -> None:
         self.final = final_paths(out)
         self._out = out
         self._overwrite = overwrite
+        self._instead = instead
         self._is_sharded = shard_size is not None
         self._folder = self.final["rec"].parent
         hidden = f".{self.final['rec'].name}"
@@ -66,7 +70,7 @@ class OutputSet:
         _refuse_foreign(self.final["rec"], self._is_sharded)
         for name in self.old_names():
             if not self._overwrite:
-                raise UsageError(f"{self._folder / name} exists already", "--overwrite replaces it")
+                raise UsageError(f"{self._folder / name} exists already", self._instead)
 
     def old_names(self) -> list[str]:
         """The names of the files of the set that is there: those of one file each, and the numbered ones."""

@@ -134,6 +134,8 @@ def pack(config: PackConfig) -> PackSummary:
                 warn(change)
             return done
         output.refuse_existing()
+        if config.seed and not config.shuffle:
+            warn("--seed draws the order of --shuffle, which is not given: the records stay in their sources' order")
         return _Pack(config, output).run()
 
 

@@ -45,6 +45,10 @@ def refuse_differences(old: dict[str, Any], new: dict[str, Any]) -> None:
         was, is_ = old["options"].get(name), new["options"].get(name)
         if was != is_:
             shown = "sources" if fields[name].metadata["argument"] else f"--{option_name(fields[name])}"
+            if isinstance(was, bool):
+                raise _differs(
+                    f"with {shown}, this command is without" if was else f"without {shown}, this command has it"
+                )
             raise _differs(f"with {shown} {_shown(was)}, this command has {_shown(is_)}")
     before = {(kind, path): rest for kind, path, *rest in old["files"]}
     now = {(kind, path): rest for kind, path, *rest in new["files"]}

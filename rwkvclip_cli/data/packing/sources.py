@@ -80,7 +80,7 @@ def kind_of(path: str, options: SourceOptions) -> str:
     """The key of KINDS that a source is: the format asked for, or what its suffix says. UsageError where neither."""
     if not os.path.exists(path):
         near = difflib.get_close_matches(os.path.basename(path), set(_neighbours(path)) - {os.path.basename(path)}, 1)
-        hint = os.path.join(os.path.dirname(path), near[0]) if near else f"ls {os.path.dirname(path) or '.'}"
+        hint = os.path.join(os.path.dirname(path), near[0]) if near else f"ls {_folder_above(path)}"
         raise UsageError(f"{path}: no such folder or file", hint)
     is_folder = os.path.isdir(path)
     if not is_folder and not os.path.isfile(path):
@@ -98,7 +98,20 @@ def kind_of(path: str, options: SourceOptions) -> str:
         if path.lower().endswith(suffix):
             return name
     known = ", ".join(SUFFIXES)
-    raise UsageError(f"{path}: a source is a folder or ends in {known}", f"--format table, or webdataset, for {path}")
+    said = f"{path}: a source is a folder or ends in {known}"
+    if path.lower().endswith(".rec"):
+        raise UsageError(said, f"rwkvclip inspect {path} --export FOLDER, which can be packed again")
+    if path.lower().endswith(PICTURES):
+        raise UsageError(said, f"its folder, {_folder_above(path)}")
+    raise UsageError(said, f"--format table, or webdataset, for {path}")
+
+
+def _folder_above(path: str) -> str:
+    """The nearest folder above a path that is there."""
+    above = os.path.dirname(path)
+    while above and not os.path.isdir(above):
+        above = os.path.dirname(above)
+    return above or "."
 
 
 def _neighbours(path: str) -> list[str]:
@@ -170,6 +183,7 @@ def _count_files(path: str, options: SourceOptions) -> int:
     return sum(not isinstance(item, Ignored) for item in read_folder(path, options))
 
 
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 KINDS = {
     "folder": Kind(read_folder, metadata_columns, _count_by(read_folder), count_inputs=_count_files),

@@ -135,7 +135,9 @@ def _usable(captions: Sequence[Caption], context_length: int) -> tuple[list[str 
 
 def _without_caption(sample: Sample) -> str:
     if sample.sidecars or sample.captions:
-        return f"{sample.source}: its captions are blank"
+        # A key that was asked for and is not there leaves no caption either.
+        keys = ", ".join(sample.caption_keys) if any(each.kind == "json" for each in sample.sidecars) else ""
+        return f"{sample.source}: its captions are blank" + (f", or its .json has no {keys}" if keys else "")
     if sample.source == sample.image:
         return f"{sample.source}: no caption file of the same stem beside it"
     return f"{sample.source}: no caption in its row"

@@ -210,7 +210,7 @@ OTHER_OPTIONS = [
     ({"quality": 90}, "was begun with --quality 95, this command has 90"),
     ({"caption_key": ("a", "b")}, "was begun with --caption-key none, this command has a b"),
     ({"shard_size": 8}, "was begun with --shard-size none, this command has 8"),
-    ({"shuffle": True}, "was begun with --shuffle False, this command has True"),
+    ({"shuffle": True}, "was begun without --shuffle, this command has it"),
     ({"sources": ("elsewhere",)}, "elsewhere: no such folder or file"),
 ]
 
