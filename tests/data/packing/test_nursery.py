@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -144,3 +145,11 @@ def test_a_worker_that_outlives_its_nursery_may_end_after_the_next_one_has_begun
         outcomes = list(workers.run(killing()))
     assert [outcome.source for outcome in outcomes if isinstance(outcome, Packed)] == [f"s{n}" for n in range(36)]
     assert not [pid for pid in family(os.getpid()) if pid not in before]
+
+
+def test_a_path_object_among_the_places_to_import_from_is_no_hindrance(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.path", [*sys.path, tmp_path])
+    nursery = Nursery("none")
+    _, channel = born(nursery)
+    channel.connection.close()
+    nursery.close()
