@@ -172,6 +172,7 @@ class RecordWriter:
 
     def _append(self, head: bytes, body: bytes, key: int | None = None) -> int:
         """Append the payload of `head`, a multiple of four bytes without the magic word, and `body`."""
+        body = bytes(body)  # no copy of bytes; of what a caller may change before it is written, one
         size_bytes = len(head) + len(body)
         if size_bytes > MAX_PAYLOAD_BYTES:
             raise RwkvClipError(

@@ -318,6 +318,16 @@ def test_what_the_system_takes_only_a_part_of_is_offered_again(tmp_path: Path, m
     assert (tmp_path / "some.rec").read_bytes() == whole
 
 
+def test_a_buffer_that_its_owner_fills_again_is_written_as_it_was(tmp_path: Path) -> None:
+    buffer = bytearray(b"AAAA")
+    with RecordWriter(tmp_path / "a.rec") as writer:
+        writer.write(buffer)  # type: ignore[arg-type]
+        writer.write_record(Record([1.0], buffer))  # type: ignore[arg-type]
+        buffer[:] = b"BBBB"
+    with RecordReader(tmp_path / "a.rec") as reader:
+        assert list(reader) == [b"AAAA", pack_record(Record([1.0], b"AAAA"))]
+
+
 def test_memory_stays_the_same_however_long_the_file(tmp_path: Path) -> None:
     payload = random.Random(4).randbytes(20_000)
     tracemalloc.start()

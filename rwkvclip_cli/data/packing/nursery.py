@@ -48,7 +48,7 @@ class Nursery:
         self._socket, there = socket.socketpair()
         self._log = open_in_memory("rwkvclip-worker")
         self._tickets = 0
-        path = [entry or os.getcwd() for entry in sys.path]
+        path = [entry or os.getcwd() for entry in map(str, sys.path)]  # callers put Path objects there
         with there:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START.format(path=path, descriptor=there.fileno(), proof=proof)],

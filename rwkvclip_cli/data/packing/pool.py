@@ -65,7 +65,7 @@ class Pool:
     count: int
     options: WorkerOptions
     _workers: list[_Worker] = field(default_factory=list)
-    _nursery: Nursery | None = None
+    _nurseries: list[Nursery] = field(default_factory=list)
     _failed_starts: int = 0
 
     def run(self, items: Iterable[Item]) -> Iterator[Outcome]:
@@ -175,22 +175,28 @@ class Pool:
         _settle(task, [Reject(source, "internal-error", f"{source}: {fault}")])
 
     def _start(self) -> None:
-        if self._nursery and self._nursery.has_ended:
-            self._nursery.close()
-            self._nursery = None
-        self._nursery = self._nursery or Nursery(self.options.images.proof)
+        nursery = self._living_nursery()
         here, there = Pipe()
         shared = open_in_memory("rwkvclip-pictures")
-        worker = _Worker(
-            self._nursery, self._nursery.fork(there.fileno(), shared.fileno()), Channel(here, shared.fileno()), shared
-        )
+        ticket = nursery.fork(there.fileno(), shared.fileno())
+        worker = _Worker(nursery, ticket, Channel(here, shared.fileno()), shared)
         worker.channel.send(self.options)
         there.close()
         self._workers.append(worker)
 
+    def _living_nursery(self) -> Nursery:
+        """The latest nursery, or one in its place; those before it stay while they have workers, which outlive them."""
+        if not self._nurseries or self._nurseries[-1].has_ended:
+            with_workers = {worker.nursery for worker in self._workers}
+            for nursery in set(self._nurseries) - with_workers:
+                nursery.close()
+                self._nurseries.remove(nursery)
+            self._nurseries.append(Nursery(self.options.images.proof))
+        return self._nurseries[-1]
+
     def __enter__(self) -> Self:
         """Have a nursery load what workers need while this process looks at its sources."""
-        self._nursery = Nursery(self.options.images.proof)
+        self._living_nursery()
         return self
 
     def __exit__(
@@ -199,9 +205,9 @@ class Pool:
         for worker in self._workers:
             _close(worker)
         self._workers.clear()
-        if self._nursery:
-            self._nursery.close(kill=kind is not None)
-            self._nursery = None
+        for nursery in self._nurseries:
+            nursery.close(kill=kind is not None)
+        self._nurseries.clear()
 
 
 def _close(worker: _Worker) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -116,3 +117,39 @@ def test_the_pool_goes_on_with_another_nursery(monkeypatch):
         outcomes = list(workers.run(killing()))
     assert killed == 2
     assert [outcome.source for outcome in outcomes if isinstance(outcome, Packed)] == [f"s{n}" for n in range(12)]
+
+
+def test_a_worker_that_outlives_its_nursery_may_end_after_the_next_one_has_begun(monkeypatch):
+    monkeypatch.setattr("rwkvclip_cli.data.packing.pool.BATCH_SAMPLES", 1)
+    before = set(family(os.getpid()))
+
+    def started(count: int) -> list[int]:
+        deadline_s = time.monotonic() + 30
+        while len(found := [pid for pid in family(os.getpid()) if pid not in before]) < count:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return found
+
+    def killing() -> Iterator[Sample]:
+        for number in range(36):
+            if number == 12:
+                first, worker, last = started(3)
+                for pid in (first, worker):
+                    os.kill(pid, signal.SIGKILL)
+            if number == 24:
+                assert first not in started(1)
+                os.kill(last, signal.SIGKILL)
+            yield Sample(f"s{number}", photo(number), ("a caption",))
+
+    with Pool(2, WorkerOptions(images=ImageOptions(proof="none"))) as workers:
+        outcomes = list(workers.run(killing()))
+    assert [outcome.source for outcome in outcomes if isinstance(outcome, Packed)] == [f"s{n}" for n in range(36)]
+    assert not [pid for pid in family(os.getpid()) if pid not in before]
+
+
+def test_a_path_object_among_the_places_to_import_from_is_no_hindrance(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.path", [*sys.path, tmp_path])
+    nursery = Nursery("none")
+    _, channel = born(nursery)
+    channel.connection.close()
+    nursery.close()
