@@ -136,6 +136,28 @@ def test_salvage_refuses_to_write_over_its_source(packed, tmp_path) -> None:
     assert files_of(rec) == files_of(packed)
 
 
+def test_hints_name_what_this_command_can_do(packed, tmp_path, capsys) -> None:
+    rec = copy_set(packed, tmp_path)
+    with pytest.raises(UsageError, match="exists already") as error:
+        inspect_data(InspectConfig(data=str(packed), salvage=str(rec), proof="none"))
+    assert error.value.hint == "another name"
+    with pytest.raises(UsageError, match="do not fill one global batch") as error:
+        inspect_data(InspectConfig(data=str(rec), plan=True, world_size=5000))
+    assert "ranks" in str(error.value.hint)
+    for name in ("pairs", "pairs.idx"):
+        with pytest.raises(UsageError, match="not a packed") as error:
+            inspect_data(InspectConfig(data=str(tmp_path / name)))
+        assert error.value.hint == str(rec)
+    with pytest.raises(UsageError, match=r"^--verify and --plan exclude each other$"):
+        InspectConfig(data=str(rec), verify=True, plan=True)
+    capsys.readouterr()
+    inspect_data(InspectConfig(data=str(rec), world_size=3))
+    assert "warning: --world-size: for --plan alone" in capsys.readouterr().err
+    rec.write_bytes(rec.read_bytes()[:-50])
+    report = inspect_data(InspectConfig(data=str(rec), verify=True, proof="none"))
+    assert f"try: rwkvclip inspect {rec} --salvage SAVED.rec" in report.text
+
+
 @pytest.mark.parametrize("parts", [("rec",), ("rec", "idx", "sources")], ids=" ".join)
 def test_a_set_without_manifest_is_salvaged_whole(packed, tmp_path, prove, parts) -> None:
     rec = copy_set(packed, tmp_path, parts)

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write
-from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, check_extent
-from rwkvclip_cli.data.packing.journal import SHUFFLING, Journal, forget_journal, read_journal, write_journal
+from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
+from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
 from rwkvclip_cli.data.shards import SUFFIXES, beside, set_of_shard, shard_names
 
@@ -55,12 +55,18 @@ class OutputSet:
         try:
             self._switch.settle()
             self.journal = read_journal(self._aside)
+            self._is_unreadable = self.journal is None and (self._aside / JOURNAL).exists()
         except OSError as error:
             self._lock.release()
             _refuse(self.final["rec"], error)
         except BaseException:
             self._lock.release()
             raise
+
+    def refuse_unreadable(self) -> None:
+        """Raise UsageError where there is something to continue whose journal cannot be read."""
+        if self._is_unreadable:
+            raise cannot_continue(self._aside / JOURNAL, "it is damaged, or of another release of rwkvclip")
 
     def refuse_existing(self) -> None:
         """Raise UsageError where files of a set are there and are not to be replaced, or cannot be."""
@@ -199,7 +205,8 @@ class OutputSet:
     ) -> None:
         for text in self._texts.values():
             text.abandon()
-        if self.journal is None and not self._switch.replaced.is_dir():
+        is_spent = self._is_started or not self._is_unreadable
+        if self.journal is None and is_spent and not self._switch.replaced.is_dir():
             shutil.rmtree(self._aside, ignore_errors=True)
         self._lock.release()
 

@@ -128,6 +128,8 @@ def pack(config: PackConfig) -> PackSummary:
         OutputSet(config.out, config.overwrite, config.shard_size) as output,
         _told_how_to_continue(config, output),
     ):
+        if config.resume:
+            output.refuse_unreadable()
         if config.resume and output.journal is None and (done := _finished(config, output)):
             say(f"{printable(config.out)} is complete already")
             if change := _change_since(config, output, done):
@@ -158,7 +160,7 @@ class _Pack:
         if journal:
             refuse_differences(journal.made_of, self._made_of)
         self._journal = journal
-        self._tally = Tally.restored(journal.tally) if journal else Tally()
+        self._tally = Tally.restored(journal.tally) if journal else Tally(config.dedupe)
         self._reading = Reading(parts, self._options, journal.position if journal else None)
         self._last_checkpoint_s = time.monotonic()
         self._checkpoint_took_s = 0.0

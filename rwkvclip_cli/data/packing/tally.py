@@ -47,10 +47,12 @@ class Spread:
 class Tally:
     """What the records and rejects so far add up to.
 
-    samples: how many of them a list of the samples counts. kept: how many records for each way of keeping an image.
-    reasons: how many rejects for each reason. messages: what the first few rejects said.
+    dedupe: whether repeated images are looked for. samples: how many of the inputs a list of the samples counts.
+    kept: how many records for each way of keeping an image. reasons: how many rejects for each reason. messages: what
+    the first few rejects said.
     """
 
+    dedupe: bool = False
     count: int = 0
     samples: int = 0
     ignored: int = 0
@@ -112,7 +114,7 @@ class Tally:
             "captions_repeated": self.repeated,
             "token_slots_unmarked": self.unmarked,
             "image_format": dict(sorted(self.formats.items())),
-            "images_repeated": self.reasons["duplicate"],
+            "images_repeated": self.reasons["duplicate"] if self.dedupe else None,
             "image_width": self.widths.statistics(),
             "image_height": self.heights.statistics(),
             "image_bytes": self.image_bytes.statistics(),

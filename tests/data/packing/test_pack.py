@@ -377,3 +377,20 @@ def test_the_real_mxnet_writes_the_same_bytes(run_mxnet, tmp_path):
     with RecordReader(tmp_path / "mxnet.rec") as reader:
         assert [reader.record(ordinal).image for ordinal in range(4)] == images
         assert reader.record(0).labels == array("f", labels)
+
+
+def test_a_seed_without_a_shuffle_and_a_key_that_no_json_has_are_told(tmp_path, capsys):
+    folder = tmp_path / "imgs"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(photo())
+    (folder / "a.txt").write_text("a caption")
+    (folder / "b.jpg").write_bytes(photo(1))
+    (folder / "b.json").write_text('{"caption": "b"}')
+    config = PackConfig(
+        sources=(str(folder),), out=str(tmp_path / "o.rec"), proof="none", workers=1, seed=3, caption_key=("alt",)
+    )
+    assert pack(config).count == 1
+    assert "warning: --seed draws the order of --shuffle, which is not given" in capsys.readouterr().err
+    (reject,) = (json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_text().splitlines())
+    assert reject["reason"] == "missing-caption"
+    assert reject["message"].endswith("b.jpg: its captions are blank, or its .json has no alt")

@@ -254,11 +254,16 @@ def test_partial_files_that_are_not_what_the_journal_says_are_not_continued(tmp_
 
 
 @pytest.mark.parametrize("journal", ["", "{", "[]", '{"phase": "reading"}'])
-def test_a_damaged_journal_is_no_journal(tmp_path, journal):
+def test_a_damaged_journal_is_not_continued_and_not_thrown_away_unasked(tmp_path, journal):
     source, out = folder_of(tmp_path / "imgs", 3), tmp_path / "o.rec"
     (tmp_path / ".o.rec.partial").mkdir()
     (tmp_path / ".o.rec.partial" / "journal.json").write_text(journal)
-    assert resumed(source, out) == undisturbed(source)
+    config = PackConfig(sources=(str(source),), out=str(out), proof="none", workers=1)
+    with pytest.raises(UsageError, match=r"journal\.json: cannot be continued: it is damaged, or of another release"):
+        pack(dataclasses.replace(config, resume=True))
+    assert (tmp_path / ".o.rec.partial" / "journal.json").read_text() == journal
+    pack(config)
+    assert files_of(out) == undisturbed(source)
 
 
 def test_a_second_pack_is_refused_whatever_its_options(tmp_path):

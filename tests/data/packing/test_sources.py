@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -312,6 +313,27 @@ def test_what_takes_too_long_to_count_is_extrapolated(tmp_path):
 )
 def test_what_speaks_in_a_cell(value, captions):
     assert texts(value) == captions
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("imgs/cat.JPG", "its folder, imgs"),
+        ("cat.webp", r"its folder, \."),
+        ("imgs/old.rec", r"rwkvclip inspect imgs/old\.rec --export FOLDER"),
+        ("imgs/pairs.dat", "--format table, or webdataset, for imgs/pairs.dat"),
+        ("imgs/not/there/x.csv", "ls imgs$"),
+        ("nowhere/x.csv", r"ls \.$"),
+    ],
+)
+def test_a_source_that_is_none_leads_to_one(tmp_path, monkeypatch, source, hint):
+    monkeypatch.chdir(tmp_path)
+    Path("imgs").mkdir()
+    if Path(source).parent.is_dir():
+        Path(source).write_bytes(b"x")
+    with pytest.raises(UsageError) as error:
+        find_sources([source], SourceOptions())
+    assert re.search(hint, error.value.hint or "")
 
 
 def test_lists_nested_deeper_than_calls_may_be():
