@@ -67,6 +67,11 @@ class Checked:
         self.faults.append(Fault(kind, message, self.ordinal, self.offset, source, shard=self.part.name))
 
 
+def content_checksum(payload: bytes) -> int:
+    """The CRC-32 of a record's labels and image, which OUT.sources.tsv has."""
+    return zlib.crc32(memoryview(payload)[HEADER_BYTES:])
+
+
 def pool_prover(proof: str, beside: Beside, workers: int) -> Prover | None:
     """The prover of `pack --proof PROOF`, in processes of their own, which outlive no hostile image; None for none."""
     if proof == "none":
@@ -273,6 +278,6 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
             "token", f"caption {slot}, position {place}: {labels[bad[0]]:g} is no token id (0 to {VOCAB_SIZE - 1:,})"
         )
     if checked.origin is not None and checked.origin.checksum is not None:
-        checksum = zlib.crc32(memoryview(found.payload)[HEADER_BYTES:])
+        checksum = content_checksum(found.payload)
         if checksum != checked.origin.checksum:
             checked.add("checksum", f"CRC-32 {checksum:08x}, packed with {checked.origin.checksum:08x}")

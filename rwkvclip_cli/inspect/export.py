@@ -15,7 +15,8 @@ from pathlib import Path
 from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, progress
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.recordio import Record, unpack_record
-from rwkvclip_cli.inspect.files import Beside, Sources
+from rwkvclip_cli.inspect.check import content_checksum
+from rwkvclip_cli.inspect.files import Beside, Origin, Sources
 from rwkvclip_cli.inspect.records import Records
 from rwkvclip_cli.inspect.summary import decode_captions, read_range
 
@@ -52,7 +53,7 @@ def export(beside: Beside, folder: str, wanted: str | None) -> Exported:
                 for ordinal in ordinals:
                     origin = sources.at(beside.files.first_number + ordinal)
                     source = None if origin is None else origin.source
-                    record = _read(records, beside, ordinal)
+                    record = _read(records, beside, ordinal, origin)
                     changed += _write(aside, ordinal, record, source, beside)
                     bar.advance()
         os.rename(aside, target)
@@ -63,7 +64,7 @@ def export(beside: Beside, folder: str, wanted: str | None) -> Exported:
     return Exported(folder, len(ordinals), changed)
 
 
-def _read(records: Records, beside: Beside, ordinal: int) -> Record:
+def _read(records: Records, beside: Beside, ordinal: int, origin: Origin | None) -> Record:
     found, place = records.read(ordinal), records.place(ordinal)
     where = f"{place.part.rec or place.part.shard.rec}: record {ordinal}"
     where += "" if place.offset is None else f" at byte {place.offset:,}"
@@ -74,6 +75,8 @@ def _read(records: Records, beside: Beside, ordinal: int) -> Record:
         record = unpack_record(found.payload, where)
     except RwkvClipError as error:
         raise RwkvClipError(error.message, verify) from None
+    if origin is not None and origin.checksum is not None and content_checksum(found.payload) != origin.checksum:
+        raise RwkvClipError(f"{where} is damaged: its captions or image are not the bytes that were packed", verify)
     if len(record.labels) != beside.width:
         raise RwkvClipError(f"{where} has {len(record.labels)} labels, not {beside.width}", verify)
     return record

@@ -122,6 +122,17 @@ def test_export_shows_nothing_of_a_damaged_set(packed, tmp_path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
+def test_export_writes_no_bytes_that_were_not_packed(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    flip_bit(rec, offsets(packed)[6] - 40, 0)  # within the image of record 5, whose frame is whole
+    with pytest.raises(RwkvClipError, match=r"record 5 at byte .* is damaged: its captions or image") as error:
+        inspect_data(InspectConfig(data=str(rec), export=str(tmp_path / "folder")))
+    assert error.value.hint == f"rwkvclip inspect {rec} --verify"
+    assert (
+        inspect_data(InspectConfig(data=str(rec), export=str(tmp_path / "some"), records="0:5")).document["count"] == 5
+    )
+
+
 def test_export_leaves_a_full_folder_alone(packed, tmp_path) -> None:
     (tmp_path / "mine").write_text("")
     with pytest.raises(UsageError, match="exists and is no empty folder"):

@@ -310,12 +310,12 @@ class _Pack:
 
 
 def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
-    """The summary of the set that is there, if it is what this pack would write."""
+    """The summary of the set that is there, if it is what this pack would write; UsageError if it is of another."""
     try:
         manifest = json.loads(output.final["manifest"].read_text("utf-8"))
-        wanted = _settings(config)
-        if {name: manifest.get(name) for name in wanted} != wanted or not output.is_whole(manifest):
+        if not output.is_whole(manifest):
             return None
+        _refuse_other(config, manifest)
         statistics = manifest["statistics"]
         return PackSummary(
             config.out,
@@ -331,6 +331,25 @@ def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _refuse_other(config: PackConfig, manifest: dict[str, Any]) -> None:
+    """Raise UsageError where a finished set's manifest says other settings than this pack has."""
+    wanted = _settings(config)
+    for name, value in (wanted | wanted["options"]).items():
+        was = manifest["options"].get(name) if name in wanted["options"] else manifest.get(name)
+        if name != "options" and was != value:
+            raise UsageError(
+                f"--resume: {printable(config.out)} is complete already; it has {name} {_plain(was)}, this command"
+                f" {_plain(value)}",
+                "--overwrite packs it anew",
+            )
+
+
+def _plain(value: Any) -> str:
+    if value in (None, []):
+        return "none"
+    return printable(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _change_since(config: PackConfig, output: OutputSet, done: PackSummary) -> str:

@@ -114,7 +114,7 @@ def test_resume_of_a_finished_pack_says_so_and_changes_nothing(tmp_path, capsys)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     folder_of(source, 3)
     for other in ({"quality": 90}, {"shuffle": True}, {"shard_size": 2}, {"captions": 2}):
-        with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
+        with pytest.raises(UsageError, match=r"o\.rec is complete already; it has \w+ "):
             pack(dataclasses.replace(again, **other))
     out.write_bytes(out.read_bytes()[:-4])
     with pytest.raises(UsageError, match=r"o\.\S+ exists already"):
@@ -251,6 +251,28 @@ def test_partial_files_that_are_not_what_the_journal_says_are_not_continued(tmp_
         resumed(source, out)
     assert shown(tmp_path) == ["imgs"]
     assert resumed(source, out, resume=False) == undisturbed(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"captions": 2}, "captions 3, this command 2"),
+        ({"quality": 50}, "quality 95, this command 50"),
+        ({"caption_key": ("alt",)}, "caption_key none, this command alt"),
+        ({"shuffle": True}, "shuffled False, this command True"),
+        ({"sources": ("other",)}, r"sources .*imgs, this command other"),
+    ],
+    ids=str,
+)
+def test_a_finished_set_of_other_settings_is_not_this_pack(tmp_path, options, said):
+    source, out = folder_of(tmp_path / "imgs", 3), tmp_path / "o.rec"
+    config = PackConfig(sources=(str(source),), out=str(out), proof="none", workers=1)
+    pack(config)
+    kept = files_of(out)
+    with pytest.raises(UsageError, match=f"complete already; it has {said}") as error:
+        pack(dataclasses.replace(config, resume=True, **options))
+    assert error.value.hint == "--overwrite packs it anew"
+    assert files_of(out) == kept
 
 
 @pytest.mark.parametrize("journal", ["", "{", "[]", '{"phase": "reading"}'])
