@@ -13,6 +13,7 @@ import os
 import stat
 import struct
 import sys
+import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -105,6 +106,11 @@ def _find_magic(data: bytes, start: int = 0) -> int:
     )
     at = start + 4 * int(found)
     return at if data[at : at + 4] == MAGIC_BYTES else -1
+
+
+def record_checksum(labels: Sequence[float], image: bytes) -> int:
+    """The CRC-32 of a record's labels and image, all that follows its header, which OUT.sources.tsv has."""
+    return zlib.crc32(image, zlib.crc32(_float32_bytes(labels)))
 
 
 def _float32_bytes(values: Sequence[float]) -> bytes:

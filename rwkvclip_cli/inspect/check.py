@@ -6,7 +6,6 @@ One pass in constant memory: the files, their indexes and the list of sources ar
 """
 
 import math
-import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,7 +20,7 @@ from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import KEPT, ImageOptions
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
 from rwkvclip_cli.data.packing.worker import WorkerOptions
-from rwkvclip_cli.data.recordio import HEADER_BYTES, Record, unpack_record
+from rwkvclip_cli.data.recordio import HEADER_BYTES, Record, record_checksum, unpack_record
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Origin, Part, Sources
 from rwkvclip_cli.inspect.index import Listing, read_listing
@@ -65,11 +64,6 @@ class Checked:
         """Note a fault of this record."""
         source = None if self.origin is None else self.origin.source
         self.faults.append(Fault(kind, message, self.ordinal, self.offset, source, shard=self.part.name))
-
-
-def content_checksum(payload: bytes) -> int:
-    """The CRC-32 of a record's labels and image, which OUT.sources.tsv has."""
-    return zlib.crc32(memoryview(payload)[HEADER_BYTES:])
 
 
 def pool_prover(proof: str, beside: Beside, workers: int) -> Prover | None:
@@ -278,6 +272,6 @@ def _check_payload(checked: Checked, found: Whole, beside: Beside) -> None:
             "token", f"caption {slot}, position {place}: {labels[bad[0]]:g} is no token id (0 to {VOCAB_SIZE - 1:,})"
         )
     if checked.origin is not None and checked.origin.checksum is not None:
-        checksum = content_checksum(found.payload)
+        checksum = record_checksum(record.labels, record.image)
         if checksum != checked.origin.checksum:
             checked.add("checksum", f"CRC-32 {checksum:08x}, packed with {checked.origin.checksum:08x}")

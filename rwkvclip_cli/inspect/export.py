@@ -14,8 +14,7 @@ from pathlib import Path
 
 from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, progress
 from rwkvclip_cli.data.captions import Tokenizer
-from rwkvclip_cli.data.recordio import Record, unpack_record
-from rwkvclip_cli.inspect.check import content_checksum
+from rwkvclip_cli.data.recordio import Record, record_checksum, unpack_record
 from rwkvclip_cli.inspect.files import Beside, Origin, Sources
 from rwkvclip_cli.inspect.records import Records
 from rwkvclip_cli.inspect.summary import decode_captions, read_range
@@ -75,7 +74,7 @@ def _read(records: Records, beside: Beside, ordinal: int, origin: Origin | None)
         record = unpack_record(found.payload, where)
     except RwkvClipError as error:
         raise RwkvClipError(error.message, verify) from None
-    if origin is not None and origin.checksum is not None and content_checksum(found.payload) != origin.checksum:
+    if origin is not None and origin.checksum not in (None, record_checksum(record.labels, record.image)):
         raise RwkvClipError(f"{where} is damaged: its captions or image are not the bytes that were packed", verify)
     if len(record.labels) != beside.width:
         raise RwkvClipError(f"{where} has {len(record.labels)} labels, not {beside.width}", verify)

@@ -27,7 +27,7 @@ from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import ImageOptions
 from rwkvclip_cli.data.packing.reading import Reading, parts_of
 from rwkvclip_cli.data.packing.record_files import PairExtent, RecordFiles
-from rwkvclip_cli.data.packing.resume import changed_since, made_of, refuse_differences
+from rwkvclip_cli.data.packing.resume import changed_since, made_of, refuse_differences, refuse_other_settings
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
 from rwkvclip_cli.data.packing.seen import Seen
 from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle
@@ -315,7 +315,7 @@ def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
         manifest = json.loads(output.final["manifest"].read_text("utf-8"))
         if not output.is_whole(manifest):
             return None
-        _refuse_other(config, manifest)
+        refuse_other_settings(config.out, manifest, _settings(config))
         statistics = manifest["statistics"]
         return PackSummary(
             config.out,
@@ -331,25 +331,6 @@ def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _refuse_other(config: PackConfig, manifest: dict[str, Any]) -> None:
-    """Raise UsageError where a finished set's manifest says other settings than this pack has."""
-    wanted = _settings(config)
-    for name, value in (wanted | wanted["options"]).items():
-        was = manifest["options"].get(name) if name in wanted["options"] else manifest.get(name)
-        if name != "options" and was != value:
-            raise UsageError(
-                f"--resume: {printable(config.out)} is complete already; it has {name} {_plain(was)}, this command"
-                f" {_plain(value)}",
-                "--overwrite packs it anew",
-            )
-
-
-def _plain(value: Any) -> str:
-    if value in (None, []):
-        return "none"
-    return printable(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _change_since(config: PackConfig, output: OutputSet, done: PackSummary) -> str:

@@ -6,7 +6,6 @@
 
 import hashlib
 import os
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,6 @@ class PairExtent:
     count: int
     rec: Extent
     idx: Extent
-
-
-def record_checksum(labels: "array[float]", image: bytes | memoryview) -> int:
-    """The CRC-32 of a record's labels and image, which OUT.sources.tsv has."""
-    return zlib.crc32(image, zlib.crc32(labels))
 
 
 class RecordFiles:

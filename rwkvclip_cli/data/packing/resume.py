@@ -59,6 +59,18 @@ def refuse_differences(old: dict[str, Any], new: dict[str, Any]) -> None:
     raise UsageError("--resume: the sources' files come in another order than in the unfinished pack", ANEW)
 
 
+def refuse_other_settings(out: str, manifest: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise UsageError where a finished set's manifest says other settings than those `wanted`, in the same form."""
+    for name, value in (wanted | wanted["options"]).items():
+        was = manifest["options"].get(name) if name in wanted["options"] else manifest.get(name)
+        if name != "options" and was != value:
+            raise UsageError(
+                f"--resume: {printable(out)} is complete already; it has {name} {_shown(was)}, this command"
+                f" {_shown(value)}",
+                "--overwrite packs it anew",
+            )
+
+
 def changed_since(
     found: Sequence[tuple[str, str]], options: SourceOptions, tokens: str | None, when_ns: int, inputs: int
 ) -> str:

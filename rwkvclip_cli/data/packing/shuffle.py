@@ -16,8 +16,8 @@ import numpy as np
 from rwkvclip_cli.console import RwkvClipError, progress
 from rwkvclip_cli.data.mixing import mixed
 from rwkvclip_cli.data.packing.growing import GrowingFile, cannot_continue
-from rwkvclip_cli.data.packing.record_files import RecordFiles, record_checksum
-from rwkvclip_cli.data.recordio import Record, RecordReader
+from rwkvclip_cli.data.packing.record_files import RecordFiles
+from rwkvclip_cli.data.recordio import Record, RecordReader, record_checksum
 
 TAB = "\t"
 NEWLINE = ord("\n")
@@ -87,7 +87,7 @@ def _read(reader: RecordReader, ordinal: int, line: str) -> Record:
         record = reader.record(ordinal)
     except RwkvClipError as error:
         raise cannot_continue(reader.path, error.message) from error
-    if f"{record_checksum(array('f', record.labels), record.image):08x}" != line.rstrip("\n").rpartition(TAB)[2]:
+    if f"{record_checksum(record.labels, record.image):08x}" != line.rstrip("\n").rpartition(TAB)[2]:
         raise cannot_continue(reader.path, f"record {ordinal:,} is not what was written")
     return record
 

@@ -8,7 +8,6 @@ import contextlib
 import os
 import sys
 import traceback
-import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from rwkvclip_cli.data.packing.images import read_file
 from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
 from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
 from rwkvclip_cli.data.packing.tokens import BadTokens, is_marked, token_slots
-from rwkvclip_cli.data.recordio import HEADER_BYTES, MAX_PAYLOAD_BYTES
+from rwkvclip_cli.data.recordio import HEADER_BYTES, MAX_PAYLOAD_BYTES, record_checksum
 
 LOG_BYTES = 1 << 20
 
@@ -45,7 +44,7 @@ class Packed:
     truncated, dropped: captions cut to the context length, captions beyond the slots.
     unmarked: captions given as ids without CLIP's start or end token. blank: captions that say nothing, left out.
     format: of the original picture, in small letters. digest: of the same, with `--dedupe` alone.
-    hashes: `caption_hashes` of the captions that have a slot. checksum: CRC-32 of labels and JPEG.
+    hashes: `caption_hashes` of the captions that have a slot. checksum: `record_checksum` of labels and JPEG.
     """
 
     source: str
@@ -116,7 +115,7 @@ def pack_samples(
             picture.format,
             picture_digest(pictures[index], options.images.max_pixels) if options.dedupe else b"",
             b"".join(caption_hashes(labels, slots, options.context_length)),
-            zlib.crc32(picture.jpeg, zlib.crc32(labels)),
+            record_checksum(labels, picture.jpeg),
         )
     return [outcome for outcome in outcomes if outcome is not None]
 
