@@ -174,8 +174,8 @@ def backward(
     if x_x is not None:
         grads["att.time_maa_w1"] = full_product(x_x.t(), grad_before)
     grad_x, _, sums = norm_backward(
-        (torch.mm(grad_before, weights.mix_in.t()),), (share,), normed, parameters["ln1.weight"], grad_total, layout,
-        parts=(own, near),
+        (torch.mm(grad_before, weights.mix_in.t()),), (share,), normed, parameters["ln1.weight"],
+        parameters["ln1.bias"], grad_total, layout, parts=(own, near),
     )  # fmt: skip
     grads["att.time_maa_x"], _, grads["ln1.weight"], grads["ln1.bias"] = sums
     return grad_x, grads

@@ -111,7 +111,7 @@ def backward(
         del x_k, x_r
     del grad_hidden, grad_openness
     grad_total, grad_change, sums = norm_backward(
-        grad_mixes, shares, normed, parameters["ln2.weight"], grad, layout,
+        grad_mixes, shares, normed, parameters["ln2.weight"], parameters["ln2.bias"], grad, layout,
         inverse=kind == "image", change_dtype=dtype, keep=keep[0],
     )  # fmt: skip
     assert grad_change is not None

@@ -13,6 +13,8 @@ from torch import Tensor
 from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
 
 HEAD_ROWS, HEAD_WARPS, HEAD_STAGES = 16, 4, 1
+HEAD_PROGRAMS = 12
+"""A multiprocessor's, of all heads, in the backward direction: whole rounds of 2, 3 or 4."""
 FLAT = 2048
 OUTPUT_ROWS, OUTPUT_CHANNELS = 16, 128
 
@@ -94,7 +96,7 @@ def head_gate_backward(
     The gradient of g goes to `grad_g`.
     """
     z, grad_y = torch.empty_like(g), torch.empty_like(y)
-    programs = max(1, min(layout.programs // layout.heads, triton.cdiv(layout.rows, HEAD_ROWS)))
+    programs = max(1, min(layout.programs(HEAD_PROGRAMS) // layout.heads, triton.cdiv(layout.rows, HEAD_ROWS)))
     sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
     _head_gate_back_kernel[(programs, layout.heads)](
         grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, layout.rows, eps,

@@ -15,8 +15,6 @@ from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
-PROGRAMS_PER_PROCESSOR = 12
-"""Programs a multiprocessor that sum parameter gradients, each leaving one row of sums: whole rounds of 2, 3 or 4."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,14 @@ class Layout:
     columns: int
     directions: int
     """4 on a grid, 2 in a text."""
-    programs: int
-    """Programs that sum parameter gradients."""
+    processors: int
+    """Multiprocessors of the GPU; 0 without one."""
 
     @classmethod
     def of(cls, x: Tensor, heads: int, grid: tuple[int, int] | None) -> "Layout":
         batch, tokens, width = x.shape
         lines, columns = grid or (1, tokens)
-        return cls(batch, tokens, width, heads, lines, columns, 4 if grid else 2, _programs(x.device))
+        return cls(batch, tokens, width, heads, lines, columns, 4 if grid else 2, _processors(x.device))
 
     @property
     def rows(self) -> int:
@@ -58,13 +56,25 @@ class Layout:
         """Channels that one thread may load at once from a neighbour."""
         return next(size for size in (8, 4, 2, 1) if self.part % size == 0)
 
+    def programs(self, each: int) -> int:
+        """Programs that sum parameter gradients, so many for each multiprocessor, and each leaving one row of sums."""
+        return each * self.processors or 2
+
+    @property
+    def places(self) -> dict[str, int]:
+        """What kernels that look at neighbours are compiled for."""
+        return {
+            "C": self.width, "HEAD": self.head, "PART": self.part, "VECTOR": self.vector,
+            "TOKENS": self.tokens, "LINES": self.lines, "COLUMNS": self.columns,
+        }  # fmt: skip
+
 
 @functools.cache
-def _programs(device: torch.device) -> int:
+def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 2
+        return 0
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return PROGRAMS_PER_PROCESSOR * processors
+    return processors
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -109,24 +119,45 @@ def sigmoid(x):
 
 
 @triton.jit
+def take_row(pointer, channel, mask):
+    """Load the channels of a (C) tensor, as float32, for all rows of a tile: each thread reads what it needs itself."""
+    return tl.load(tl.broadcast_to((pointer + channel)[None, :], mask.shape), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def columns_inside(channel, C: tl.constexpr, CHANNELS: tl.constexpr):
+    """Which of a block of CHANNELS channels there are. Where blocks fill C that is known when compiling: no masks."""
+    if C % CHANNELS == 0:
+        return tl.full(channel.shape, 1, tl.int1)
+    else:
+        return channel < C
+
+
+@triton.jit
 def neighbour(
-    token, channel, lines, columns,
-    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr, BACK: tl.constexpr,
+    row, channel,
+    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """What the shift brings to each token (rows) and channel (columns): how many elements away, and whether any is.
 
     With BACK all directions are turned round, which makes it the transposed shift.
     """
-    direction = ((channel % HEAD) // PART)[None, :]
-    before = ((direction % 2) == 0) != BACK
-    sideways = direction < 2
-    line, column = (token // columns)[:, None], (token % columns)[:, None]
-    patch = (token < lines * columns)[:, None]
-    place = tl.where(sideways, column, line)
-    last = tl.where(sideways, columns, lines) - 1
-    exists = tl.where(before, place > 0, place < last) | ~patch
-    step = tl.where(sideways, C, columns * C)
-    step = tl.where(patch, tl.where(before, -step, step), 0)
+    # All work on divisions is that of a row or of a channel alone; the two meet in one shift of bits.
+    way = (channel % HEAD) // PART
+    if BACK:
+        way = way ^ 1
+    step = tl.where(way < 2, C, COLUMNS * C)
+    step = tl.where((way & 1) == 0, -step, step)[None, :]
+    token = row % TOKENS
+    line, column = token // COLUMNS, token % COLUMNS
+    ways = (column > 0).to(tl.int32) + (column < COLUMNS - 1).to(tl.int32) * 2
+    ways += (line > 0).to(tl.int32) * 4 + (line < LINES - 1).to(tl.int32) * 8
+    if TOKENS > LINES * COLUMNS:  # the class token has itself for neighbour
+        patch = token < LINES * COLUMNS
+        ways = tl.where(patch, ways, 15)
+        step = tl.where(patch[:, None], step, 0)
+    exists = ((ways[:, None] >> way[None, :]) & 1) != 0
     return step, tl.max_constancy(exists, [1, VECTOR])
 
 

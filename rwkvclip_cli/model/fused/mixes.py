@@ -13,7 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.blocks import MIX_RANK
-from rwkvclip_cli.model.fused.layout import Layout, dot, neighbour, precision, put, rounded, take, take_neighbour
+from rwkvclip_cli.model.fused.layout import (
+    Layout,
+    columns_inside,
+    dot,
+    neighbour,
+    precision,
+    put,
+    rounded,
+    take,
+    take_neighbour,
+)
 
 RANK = tl.constexpr(MIX_RANK)
 MIX_ROWS, MIX_CHANNELS = 8, 256
@@ -35,18 +45,19 @@ BACK = {2: Tile(64, 64, 8, 1), 4: Tile(16, 32, 4, 1)}
 
 @triton.jit
 def _mix_kernel(
-    normed, share_a, share_b, mixed_a, mixed_b, rows, tokens, lines, columns,
+    normed, share_a, share_b, mixed_a, mixed_b, rows,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TWO: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one or two mixes of fixed shares."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    wide = channel < C
+    wide = columns_inside(channel, C, CHANNELS)
     inside = (row < rows)[:, None] & wide[None, :]
     start = tl.program_id(0).to(tl.int64) * (ROWS * C)
     at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
-    step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+    step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, False)
     normed += start
     own = take(normed + at, inside)
     delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
@@ -67,8 +78,7 @@ def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: 
     two = len(shares) == 2
     _mix_kernel[_tiles(layout, MIX_ROWS, MIX_CHANNELS)](
         normed, shares[0], shares[1] if two else None, mixed[0], mixed[1] if two else None,
-        layout.rows, layout.tokens, layout.lines, layout.columns,
-        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        layout.rows, **layout.places,
         ROWS=MIX_ROWS, CHANNELS=MIX_CHANNELS, TWO=two, INVERSE=inverse, num_warps=4,
     )  # fmt: skip
     return mixed
@@ -86,18 +96,19 @@ def _share(inner, outer, fixed, index: tl.constexpr, row, channel, here, wide, C
 
 @triton.jit
 def _five_mixes_kernel(
-    normed, inner, outer, fixed, share_x, mixed, mixed_x, plane, rows, tokens, lines, columns,
+    normed, inner, outer, fixed, share_x, mixed, mixed_x, plane, rows,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr, SIX: tl.constexpr,
 ):  # fmt: skip
     """A tile of all five mixes, and of that of a fixed share."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    here, wide = row < rows, channel < C
+    here, wide = row < rows, columns_inside(channel, C, CHANNELS)
     inside = here[:, None] & wide[None, :]
     start = tl.program_id(0).to(tl.int64) * (ROWS * C)
     at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
-    step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+    step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, False)
     normed += start
     own = take(normed + at, inside)
     delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
@@ -130,8 +141,7 @@ def five_mixes(
     tile = FIVE[normed.itemsize]
     _five_mixes_kernel[_tiles(layout, tile.rows, tile.channels)](
         normed, inner, outer, fixed, share_x, mixed, mixed_x, layout.rows * layout.width,
-        layout.rows, layout.tokens, layout.lines, layout.columns,
-        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        layout.rows, **layout.places,
         ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype), SIX=mixed_x is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -140,8 +150,9 @@ def five_mixes(
 
 @triton.jit
 def _five_back_kernel(
-    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, plane, rows, tokens, lines, columns,
+    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, plane, rows,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of the gradients of tokens, of their neighbours, of what the tanh reads, and of the shares (in `grads`)."""
@@ -158,14 +169,14 @@ def _five_back_kernel(
         totals = totals + (tl.zeros((ROWS, RANK), tl.float32),)
     for first in range(0, C, CHANNELS):
         channel = first + tl.arange(0, CHANNELS)
-        wide = channel < C
+        wide = columns_inside(channel, C, CHANNELS)
         inside = here[:, None] & wide[None, :]
         at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
         # All are read before the first is overwritten: so the reads overlap.
         given = ()
         for index in tl.static_range(5):
             given = given + (tl.load(grads + index * plane + at, mask=inside, other=0.0),)
-        step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
+        step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, False)
         delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
         own = tl.zeros((ROWS, CHANNELS), tl.float32)
         near = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -202,8 +213,7 @@ def five_mixes_backward(
     programs = max(1, triton.cdiv(layout.rows, tile.rows))
     _five_back_kernel[(programs,)](
         grads, normed, inner, outer, fixed, own, near, before, layout.rows * layout.width,
-        layout.rows, layout.tokens, layout.lines, layout.columns,
-        C=layout.width, HEAD=layout.head, PART=layout.part, VECTOR=layout.vector,
+        layout.rows, **layout.places,
         ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

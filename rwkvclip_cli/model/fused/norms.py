@@ -12,37 +12,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rwkvclip_cli.model.fused.layout import Layout, neighbour, put, take, take_neighbour
+from rwkvclip_cli.model.fused.layout import Layout, columns_inside, neighbour, put, take, take_neighbour, take_row
 
-NORM_ROWS = 4
-NORM_WARPS = 4
-# One row at a time: while it is worked on, the next one is already on its way.
-BACK_WARPS, BACK_STAGES = 4, 3
+WARPS = 4
+# A warp to a row, which it reads in pieces of CHUNK channels: so widths like 640 leave no thread idle, and a row's sums
+# stay inside the warp.
+ROWS, CHUNK = 4, 128
+BACK_PROGRAMS = 2
+"""A multiprocessor's in the backward direction: as many as its registers hold, each leaving one row of sums."""
 
 
 @triton.jit
 def _add_norm_kernel(
-    x, change, keep, weight, bias, total, normed, mean, rstd, rows, tokens, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr,
+    x, change, keep, weight, bias, total, normed, mean, rstd, rows, eps,
+    C: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of LayerNorm(x + change * keep), of the sum, and of the norm's statistics."""
+    chunks: tl.constexpr = (C + CHUNK - 1) // CHUNK
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, BLOCK)
-    here, wide = row < rows, channel < C
-    inside = here[:, None] & wide[None, :]
-    at = row.to(tl.int64)[:, None] * C + channel[None, :]
-    value = take(x + at, inside)
-    if ADD:
-        added = take(change + at, inside)
-        if KEEP:
-            added *= take(keep + row // tokens, here)[:, None]
-        value += added
-        put(total + at, value, inside)
-    centre = tl.sum(value, 1) / C
-    centred = tl.where(inside, value - centre[:, None], 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    result = centred * scale[:, None] * take(weight + channel, wide)[None, :] + take(bias + channel, wide)[None, :]
-    put(normed + at, result, inside)
+    here = row < rows
+    start = row.to(tl.int64)[:, None] * C
+    if KEEP:
+        kept = take(keep + row // TOKENS, here)[:, None]
+    values = ()
+    along = tl.zeros((ROWS, CHUNK), tl.float32)
+    for index in tl.static_range(chunks):
+        channel = index * CHUNK + tl.arange(0, CHUNK)
+        inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+        at = start + channel[None, :]
+        value = take(x + at, inside)
+        if ADD:
+            added = take(change + at, inside)
+            if KEEP:
+                added *= kept
+            value += added
+            put(total + at, value, inside)
+        values = values + (value,)
+        along += value
+    centre = tl.sum(along, 1) / C
+    squares = tl.zeros((ROWS, CHUNK), tl.float32)
+    for index in tl.static_range(chunks):
+        wide = columns_inside(index * CHUNK + tl.arange(0, CHUNK), C, CHUNK)[None, :]
+        centred = tl.where(wide, values[index] - centre[:, None], 0.0)
+        squares += centred * centred
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / C + eps)
+    for index in tl.static_range(chunks):
+        channel = index * CHUNK + tl.arange(0, CHUNK)
+        inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+        hat = (values[index] - centre[:, None]) * scale[:, None]
+        result = hat * take_row(weight, channel, inside) + take_row(bias, channel, inside)
+        put(normed + start + channel[None, :], result, inside)
     put(mean + row, centre, here)
     put(rstd + row, scale, here)
 
@@ -70,77 +90,94 @@ def add_norm(
     total = x if change is None else torch.empty_like(x)
     normed = torch.empty_like(x, dtype=dtype)
     mean, rstd = torch.empty((2, layout.rows), dtype=torch.float32, device=x.device)
-    _add_norm_kernel[(max(1, triton.cdiv(layout.rows, NORM_ROWS)),)](
-        x, change, keep, weight, bias, total, normed, mean, rstd, layout.rows, layout.tokens, eps,
-        C=layout.width, BLOCK=triton.next_power_of_2(layout.width), ROWS=NORM_ROWS, ADD=change is not None,
-        KEEP=keep is not None, num_warps=NORM_WARPS,
+    _add_norm_kernel[(max(1, triton.cdiv(layout.rows, ROWS)),)](
+        x, change, keep, weight, bias, total, normed, mean, rstd, layout.rows, eps,
+        C=layout.width, TOKENS=layout.tokens, ROWS=ROWS, CHUNK=CHUNK, ADD=change is not None, KEEP=keep is not None,
+        num_warps=WARPS,
     )  # fmt: skip
     return Normed(total, normed, mean, rstd)
 
 
 @triton.jit
 def _norm_backward_kernel(
-    grad_a, grad_b, share_a, share_b, grad_own, grad_near, normed, x, mean, rstd, weight, grad_total, keep,
-    grad_x, grad_change, sums, rows, tokens, lines, columns,
-    C: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    grad_a, grad_b, share_a, share_b, grad_own, grad_near, x, mean, rstd, weight, bias, grad_total, keep,
+    grad_x, grad_change, sums, rows,
+    C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
+    TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     TWO: tl.constexpr, INVERSE: tl.constexpr, PARTS: tl.constexpr, CHANGE: tl.constexpr, KEEP: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of one or two mixes of a norm's result and its neighbours to that of the norm's input.
 
-    `sums` (programs, 4, C) receives those of the two shares, of the norm's weight and of its bias.
+    `sums` (programs, 4, C) receives those of the two shares, of the norm's weight and of its bias. A share's is the sum
+    of the mix's gradient times what the neighbour has more than the token: here the gradient is shifted back instead,
+    which the norm needs anyway, and no neighbour's own number is read.
     """
-    channel = tl.arange(0, BLOCK)
-    wide = channel < C
-    part_a = take(share_a + channel, wide)
-    if INVERSE:
-        part_a = 1.0 - part_a
-    if TWO:
-        part_b = take(share_b + channel, wide)
-        if INVERSE:
-            part_b = 1.0 - part_b
-    factor = take(weight + channel, wide)[None, :]
-    sum_a = tl.zeros((1, BLOCK), tl.float32)
-    sum_b = tl.zeros((1, BLOCK), tl.float32)
-    sum_weight = tl.zeros((1, BLOCK), tl.float32)
-    sum_bias = tl.zeros((1, BLOCK), tl.float32)
-    for first in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        row = first + tl.arange(0, 1)
-        inside = wide[None, :]
-        at = row.to(tl.int64)[:, None] * C + channel[None, :]
-        step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, False)
-        delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
-        step, exists = neighbour(row % tokens, channel, lines, columns, C, HEAD, PART, VECTOR, True)
-        exists = inside & exists
-        mixed = take(grad_a + at, inside)
-        sum_a += mixed * delta
-        grad = mixed * (1.0 - part_a)[None, :] + take_neighbour(grad_a, at, step, exists, VECTOR) * part_a[None, :]
-        if TWO:
-            mixed = take(grad_b + at, inside)
-            sum_b += mixed * delta
-            grad += mixed * (1.0 - part_b)[None, :]
-            grad += take_neighbour(grad_b, at, step, exists, VECTOR) * part_b[None, :]
-        if PARTS:
-            grad += take(grad_own + at, inside) + take_neighbour(grad_near, at, step, exists, VECTOR)
-        scale = tl.load(rstd + row)[:, None]
-        hat = tl.where(inside, (take(x + at, inside) - tl.load(mean + row)[:, None]) * scale, 0.0)
-        sum_weight += grad * hat
-        sum_bias += grad
-        grad *= factor
-        along = tl.sum(grad * hat, 1)[:, None] / C
-        grad = (grad - tl.sum(grad, 1)[:, None] / C - hat * along) * scale + take(grad_total + at, inside)
-        put(grad_x + at, grad, inside)
-        if CHANGE:
-            if KEEP:
-                grad *= tl.load(keep + row // tokens)[:, None]
-            put(grad_change + at, grad, inside)
-    place = sums + tl.program_id(0) * 4 * C + channel[None, :]
-    if INVERSE:
-        sum_a, sum_b = -sum_a, -sum_b
-    tl.store(place, sum_a, mask=wide[None, :])
-    tl.store(place + C, sum_b, mask=wide[None, :])
-    tl.store(place + 2 * C, sum_weight, mask=wide[None, :])
-    tl.store(place + 3 * C, sum_bias, mask=wide[None, :])
+    chunks: tl.constexpr = (C + CHUNK - 1) // CHUNK
+    totals = ()
+    for _ in tl.static_range(4 * chunks):
+        totals = totals + (tl.zeros((ROWS, CHUNK), tl.float32),)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        here = row < rows
+        start = row.to(tl.int64)[:, None] * C
+        scale, centre = take(rstd + row, here)[:, None], take(mean + row, here)[:, None]
+        added, grads, hats = (), (), ()
+        straight = tl.zeros((ROWS, CHUNK), tl.float32)
+        along = tl.zeros((ROWS, CHUNK), tl.float32)
+        for index in tl.static_range(chunks):
+            channel = index * CHUNK + tl.arange(0, CHUNK)
+            inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+            at = start + channel[None, :]
+            step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, True)
+            exists = inside & exists
+            factor = take_row(weight, channel, inside)
+            hat = (take(x + at, inside) - centre) * scale
+            result = hat * factor + take_row(bias, channel, inside)
+            grad = take(grad_a + at, inside)
+            moved = take_neighbour(grad_a, at, step, exists, VECTOR) - grad
+            grad += moved * _part(share_a, channel, inside, INVERSE)
+            sum_a, sum_b = totals[4 * index] + moved * result, totals[4 * index + 1]
+            if TWO:
+                other = take(grad_b + at, inside)
+                moved = take_neighbour(grad_b, at, step, exists, VECTOR) - other
+                grad += other + moved * _part(share_b, channel, inside, INVERSE)
+                sum_b += moved * result
+            if PARTS:
+                grad += take(grad_own + at, inside) + take_neighbour(grad_near, at, step, exists, VECTOR)
+            added = added + (sum_a, sum_b, totals[4 * index + 2] + grad * hat, totals[4 * index + 3] + grad)
+            grad *= factor
+            straight += grad
+            along += grad * hat
+            grads, hats = grads + (grad,), hats + (hat,)
+        totals = added
+        lift = tl.sum(straight, 1)[:, None] / C
+        turn = tl.sum(along, 1)[:, None] / C
+        for index in tl.static_range(chunks):
+            channel = index * CHUNK + tl.arange(0, CHUNK)
+            inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+            at = start + channel[None, :]
+            grad = (grads[index] - lift - hats[index] * turn) * scale + take(grad_total + at, inside)
+            put(grad_x + at, grad, inside)
+            if CHANGE:
+                if KEEP:
+                    grad *= take(keep + row // TOKENS, here)[:, None]
+                put(grad_change + at, grad, inside)
+    place = sums + tl.program_id(0) * 4 * C
+    for index in tl.static_range(chunks):
+        channel = index * CHUNK + tl.arange(0, CHUNK)
+        wide = columns_inside(channel, C, CHUNK)
+        for which in tl.static_range(4):
+            total = tl.sum(totals[4 * index + which], 0)
+            if INVERSE and which < 2:
+                total = -total
+            tl.store(place + which * C + channel, total, mask=wide)
+
+
+@triton.jit
+def _part(share, channel, inside, INVERSE: tl.constexpr):
+    """The neighbours' shares of a mix."""
+    part = take_row(share, channel, inside)
+    return 1.0 - part if INVERSE else part
 
 
 def norm_backward(
@@ -148,6 +185,7 @@ def norm_backward(
     shares: tuple[Tensor, ...],
     saved: Normed,
     weight: Tensor,
+    bias: Tensor,
     grad_total: Tensor,
     layout: Layout,
     *,
@@ -172,16 +210,14 @@ def norm_backward(
     x = saved.total
     grad_x = torch.empty_like(x)
     grad_change = None if change_dtype is None else torch.empty_like(x, dtype=change_dtype)
-    programs = max(1, min(layout.programs, layout.rows))
+    programs = max(1, min(layout.programs(BACK_PROGRAMS), triton.cdiv(layout.rows, ROWS)))
     sums = torch.empty((programs, 4, layout.width), dtype=torch.float32, device=x.device)
     two = len(grads) == 2
     own, near = parts or (None, None)
     _norm_backward_kernel[(programs,)](
         grads[0], grads[1] if two else None, shares[0], shares[1] if two else None, own, near,
-        saved.normed, x, saved.mean, saved.rstd, weight, grad_total, keep, grad_x, grad_change, sums,
-        layout.rows, layout.tokens, layout.lines, layout.columns,
-        C=layout.width, BLOCK=triton.next_power_of_2(layout.width), HEAD=layout.head, PART=layout.part,
-        VECTOR=layout.vector, TWO=two, INVERSE=inverse, PARTS=parts is not None,
-        CHANGE=grad_change is not None, KEEP=keep is not None, STAGES=BACK_STAGES, num_warps=BACK_WARPS,
+        x, saved.mean, saved.rstd, weight, bias, grad_total, keep, grad_x, grad_change, sums, layout.rows,
+        **layout.places, ROWS=ROWS, CHUNK=CHUNK, TWO=two, INVERSE=inverse, PARTS=parts is not None,
+        CHANGE=grad_change is not None, KEEP=keep is not None, num_warps=WARPS,
     )  # fmt: skip
     return grad_x, grad_change, sums.sum(0)
