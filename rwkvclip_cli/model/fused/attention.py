@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rwkvclip_cli.model import wkv6_triton
 from rwkvclip_cli.model.blocks import MIX_RANK
 from rwkvclip_cli.model.fused.gates import head_gate, head_gate_backward, tanh_backward_
 from rwkvclip_cli.model.fused.layout import Layout
-from rwkvclip_cli.model.fused.mixes import five_mixes, five_mixes_backward, mix
+from rwkvclip_cli.model.fused.mixes import five_mixes, five_mixes_backward, inner_backward, mix
 from rwkvclip_cli.model.fused.norms import add_norm, norm_backward
 from rwkvclip_cli.model.fused.products import cast_into, full_product
 
@@ -30,7 +31,7 @@ NAMES = (
 
 
 SUM_ROWS = 8
-"""Equal rows of a product with ones that sums over tokens: the fewest that the matrix units take whole."""
+"""Rows of ones that sum over tokens beside a product: the fewest that the matrix units take whole."""
 
 
 class Eps(NamedTuple):
@@ -150,32 +151,30 @@ def backward(
     fixed = _fixed(parameters)
     normed = add_norm(x, parameters["ln1.weight"], parameters["ln1.bias"], eps.ln1, dtype, layout)
     share = parameters["att.time_maa_x"]
-    x_x = torch.empty_like(normed.normed) if "att.time_maa_w1" in needed else None
-    mixed = five_mixes(normed.normed, kept.inner, weights.mix_out, fixed, layout, share, x_x)
+    shares = grad_kvrg.new_empty((len(FIXED), *x.shape))
+    torch.mm(grad_decay_inner, weights.decay_in.t(), out=shares[0])
+    torch.bmm(grad_kvrg, weights.square, out=shares[1:])
+    back = five_mixes_backward(shares, normed.normed, kept.inner, weights.mix_out, fixed, share, layout)
+    # `shares` held the gradients of the mixes, and holds those of the shares by now.
     if needed & set(SQUARE):
-        grads.update(zip(SQUARE, full_product(grad_kvrg.transpose(1, 2), mixed[1:]), strict=True))
+        grads.update(zip(SQUARE, full_product(grad_kvrg.transpose(1, 2), back.mixed[1:]), strict=True))
     if "att.time_decay_w1" in needed:
-        grads["att.time_decay_w1"] = full_product(mixed[0].t(), grad_decay_inner)
-    # The mixes have done their part; their gradients take their place.
-    torch.mm(grad_decay_inner, weights.decay_in.t(), out=mixed[0])
-    torch.bmm(grad_kvrg, weights.square, out=mixed[1:])
-    del grad_kvrg
+        grads["att.time_decay_w1"] = full_product(back.mixed[0].t(), grad_decay_inner)
+    del grad_kvrg, grad_decay_inner
 
-    own, near, grad_before = five_mixes_backward(mixed, normed.normed, kept.inner, weights.mix_out, fixed, layout)
-    # By now `mixed` holds the gradients of the shares.
-    if needed & set(FIXED):
-        ones = mixed.new_ones((1, SUM_ROWS, layout.rows)).expand(len(FIXED), -1, -1)
-        grads.update(zip(FIXED, full_product(ones, mixed)[:, 0], strict=True))
-    if "att.time_maa_w2" in needed:
-        inner = kept.inner.view(layout.rows, len(FIXED), MIX_RANK)
-        grads["att.time_maa_w2"] = full_product(inner.permute(1, 2, 0), mixed)
-    del mixed
-
-    if x_x is not None:
-        grads["att.time_maa_w1"] = full_product(x_x.t(), grad_before)
+    if needed & {*FIXED, "att.time_maa_w2"}:
+        # A fixed share's gradient is a sum over tokens: a product with ones, in the same pass as that with the tanh.
+        lanes = pad(kept.inner.view(layout.rows, len(FIXED), MIX_RANK), (0, SUM_ROWS), value=1.0)
+        products = full_product(lanes.permute(1, 2, 0), shares)
+        grads["att.time_maa_w2"] = products[:, :MIX_RANK]
+        grads.update(zip(FIXED, products[:, MIX_RANK], strict=True))
+    grad_before = inner_backward(shares, kept.inner, weights.mix_out, layout)
+    del shares
+    if "att.time_maa_w1" in needed:
+        grads["att.time_maa_w1"] = full_product(back.mixed_x.t(), grad_before)
     grad_x, _, sums = norm_backward(
         (torch.mm(grad_before, weights.mix_in.t()),), (share,), normed, parameters["ln1.weight"],
-        parameters["ln1.bias"], grad_total, layout, parts=(own, near),
+        parameters["ln1.bias"], grad_total, layout, parts=(back.grad_own, back.grad_near),
     )  # fmt: skip
     grads["att.time_maa_x"], _, grads["ln1.weight"], grads["ln1.bias"] = sums
     return grad_x, grads

@@ -20,7 +20,6 @@ from rwkvclip_cli.model.fused.layout import (
     neighbour,
     precision,
     put,
-    rounded,
     take,
     take_neighbour,
 )
@@ -38,9 +37,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By bytes of an element: what fits registers and shared memory. `BACK` needs most, for five sums at a time.
-FIVE = {2: Tile(64, 128, 8, 1), 4: Tile(32, 64, 8, 1)}
-BACK = {2: Tile(64, 64, 8, 1), 4: Tile(16, 32, 4, 1)}
+# By bytes of an element: what leaves registers for several programs at a time.
+FIVE = {2: Tile(64, 64, 4, 1), 4: Tile(32, 64, 8, 1)}
+BACK = {2: Tile(64, 64, 8, 1), 4: Tile(32, 32, 8, 1)}
+INNER = {2: Tile(128, 64, 4, 3), 4: Tile(32, 32, 4, 2)}
 
 
 @triton.jit
@@ -86,22 +86,22 @@ def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: 
 
 @triton.jit
 def _share(inner, outer, fixed, index: tl.constexpr, row, channel, here, wide, C: tl.constexpr, P: tl.constexpr):
-    """The tile of one mix's shares, float32, with the tile of `outer` that is in it."""
+    """The tile of one mix's shares, float32."""
     lane = tl.arange(0, RANK)
     left = tl.load(inner + row[:, None] * (5 * RANK) + index * RANK + lane[None, :],
                    mask=here[:, None], other=0.0)  # fmt: skip
     right = tl.load(outer + (lane + index * RANK)[:, None] * C + channel[None, :], mask=wide[None, :], other=0.0)
-    return dot(left, right, P) + take(fixed + index * C + channel, wide)[None, :], right
+    return dot(left, right, P) + take(fixed + index * C + channel, wide)[None, :]
 
 
 @triton.jit
 def _five_mixes_kernel(
-    normed, inner, outer, fixed, share_x, mixed, mixed_x, plane, rows,
+    normed, inner, outer, fixed, mixed, plane, rows,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
     TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr, SIX: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of all five mixes, and of that of a fixed share."""
+    """A tile of all five mixes."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     here, wide = row < rows, columns_inside(channel, C, CHANNELS)
@@ -110,24 +110,16 @@ def _five_mixes_kernel(
     at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
     step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, False)
     normed += start
+    mixed += start
     own = take(normed + at, inside)
     delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
     for index in tl.static_range(5):
-        share, _ = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
-        put(mixed + start + index * plane + at, own + delta * share, inside)
-    if SIX:
-        put(mixed_x + start + at, own + delta * take(share_x + channel, wide)[None, :], inside)
+        share = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
+        put(mixed + at, own + delta * share, inside)
+        mixed += plane
 
 
-def five_mixes(
-    normed: Tensor,
-    inner: Tensor,
-    outer: Tensor,
-    fixed: Tensor,
-    layout: Layout,
-    share_x: Tensor | None = None,
-    mixed_x: Tensor | None = None,
-) -> Tensor:
+def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout) -> Tensor:
     """(5, L, C): normed + (shifted - normed) * (fixed + inner @ outer), five ways.
 
     Args:
@@ -135,14 +127,12 @@ def five_mixes(
         inner: (L, 5 R) in the type of `normed`.
         outer: (5, R, C) in the type of `normed`.
         fixed: (5, C) float32.
-        share_x, mixed_x: in the same pass, write the mix of the fixed share (C) to `mixed_x` (L, C).
     """
     mixed = torch.empty((5, *normed.shape), dtype=normed.dtype, device=normed.device)
     tile = FIVE[normed.itemsize]
     _five_mixes_kernel[_tiles(layout, tile.rows, tile.channels)](
-        normed, inner, outer, fixed, share_x, mixed, mixed_x, layout.rows * layout.width,
-        layout.rows, **layout.places,
-        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype), SIX=mixed_x is not None,
+        normed, inner, outer, fixed, mixed, layout.rows * layout.width, layout.rows, **layout.places,
+        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return mixed
@@ -150,74 +140,110 @@ def five_mixes(
 
 @triton.jit
 def _five_back_kernel(
-    grads, normed, inner, outer, fixed, grad_own, grad_near, grad_before, plane, rows,
+    grads, normed, inner, outer, fixed, share_x, mixed, mixed_x, grad_own, grad_near, plane, rows,
     C: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, VECTOR: tl.constexpr,
     TOKENS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the gradients of tokens, of their neighbours, of what the tanh reads, and of the shares (in `grads`)."""
+    """A tile of the six mixes, and of the gradients of tokens, of their neighbours, and of the shares (in `grads`)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = row < rows
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    here, wide = row < rows, columns_inside(channel, C, CHANNELS)
+    inside = here[:, None] & wide[None, :]
     start = tl.program_id(0).to(tl.int64) * (ROWS * C)
-    grads += start
+    at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
+    step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, False)
     normed += start
-    grad_own += start
-    grad_near += start
-    lane = tl.arange(0, RANK)
-    totals = ()
-    for _ in tl.static_range(5):
-        totals = totals + (tl.zeros((ROWS, RANK), tl.float32),)
-    for first in range(0, C, CHANNELS):
-        channel = first + tl.arange(0, CHANNELS)
-        wide = columns_inside(channel, C, CHANNELS)
-        inside = here[:, None] & wide[None, :]
-        at = tl.arange(0, ROWS)[:, None] * C + channel[None, :]
-        # All are read before the first is overwritten: so the reads overlap.
-        given = ()
-        for index in tl.static_range(5):
-            given = given + (tl.load(grads + index * plane + at, mask=inside, other=0.0),)
-        step, exists = neighbour(row, channel, C, HEAD, PART, VECTOR, TOKENS, LINES, COLUMNS, False)
-        delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - take(normed + at, inside)
-        own = tl.zeros((ROWS, CHANNELS), tl.float32)
-        near = tl.zeros((ROWS, CHANNELS), tl.float32)
-        added = ()
-        for index in tl.static_range(5):
-            grad = given[index].to(tl.float32)
-            share, right = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
-            passed = grad * share
-            own += grad - passed
-            near += passed
-            grad_share = rounded(grad * delta, right.dtype)
-            tl.store(grads + index * plane + at, grad_share, mask=inside)
-            added = added + (totals[index] + dot(grad_share, tl.trans(right), PRECISION),)
-        totals = added
-        put(grad_own + at, own, inside)
-        put(grad_near + at, near, inside)
+    grads += start
+    mixed += start
+    given = tl.load(grads + at, mask=inside, other=0.0)
+    own = take(normed + at, inside)
+    delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
+    put(mixed_x + start + at, own + delta * take(share_x + channel, wide)[None, :], inside)
+    whole = tl.zeros((ROWS, CHANNELS), tl.float32)
+    near = tl.zeros((ROWS, CHANNELS), tl.float32)
     for index in tl.static_range(5):
-        at_inner = row[:, None] * (5 * RANK) + index * RANK + lane[None, :]
-        result = take(inner + at_inner, here[:, None])
-        put(grad_before + at_inner, totals[index] * (1.0 - result * result), here[:, None])
+        grad = given.to(tl.float32)
+        # The next is read before this one is overwritten: so the reads overlap.
+        if index < 4:
+            given = tl.load(grads + plane + at, mask=inside, other=0.0)
+        share = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
+        whole += grad
+        near += grad * share
+        put(mixed + at, own + delta * share, inside)
+        put(grads + at, grad * delta, inside)
+        mixed += plane
+        grads += plane
+    put(grad_own + start + at, whole - near, inside)
+    put(grad_near + start + at, near, inside)
+
+
+class FiveBack(NamedTuple):
+    """What the backward pass makes of the five mixes, all (L, C) or (5, L, C) in the type of the mixes."""
+
+    mixed: Tensor
+    """The mixes again."""
+    mixed_x: Tensor
+    """The mix of a fixed share."""
+    grad_own: Tensor
+    """Gradient of `normed` as the token itself."""
+    grad_near: Tensor
+    """Gradient of `normed` as the neighbour, before it is shifted back."""
 
 
 def five_mixes_backward(
-    grads: Tensor, normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, in the type of `normed`, from those of `five_mixes`' result (5, L, C), which the shares' overwrite.
+    grads: Tensor, normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, share_x: Tensor, layout: Layout
+) -> FiveBack:
+    """The mixes again, that of the fixed share `share_x` (C) too, and the gradients behind them, in one pass.
 
-    Returns:
-        That of `normed` as the token itself (L, C), as the neighbour, before it is shifted back (L, C), and of what the
-        tanh behind `inner` read (L, 5 R).
+    Args:
+        grads: gradients (5, L, C) of `five_mixes`' result, which those of the shares overwrite.
+        normed, inner, outer, fixed: what `five_mixes` was given.
     """
-    own, near, before = torch.empty_like(normed), torch.empty_like(normed), torch.empty_like(inner)
+    back = FiveBack(torch.empty_like(grads), *(torch.empty_like(normed) for _ in range(3)))
     tile = BACK[normed.itemsize]
-    programs = max(1, triton.cdiv(layout.rows, tile.rows))
-    _five_back_kernel[(programs,)](
-        grads, normed, inner, outer, fixed, own, near, before, layout.rows * layout.width,
-        layout.rows, **layout.places,
+    _five_back_kernel[_tiles(layout, tile.rows, tile.channels)](
+        grads, normed, inner, outer, fixed, share_x, *back, layout.rows * layout.width, layout.rows, **layout.places,
         ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return own, near, before
+    return back
+
+
+@triton.jit
+def _inner_back_kernel(
+    grad_shares, inner, outer, grad_before, plane, rows,
+    C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some rows, for one of the five mixes, of grad_shares @ outer^T times the slope of tanh."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = (row < rows)[:, None]
+    lane, channel = tl.arange(0, RANK), tl.arange(0, CHANNELS)
+    index = tl.program_id(1)
+    left = grad_shares + index.to(tl.int64) * plane + row.to(tl.int64)[:, None] * C + channel[None, :]
+    right = outer + (index * RANK + lane)[None, :] * C + channel[:, None]
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(0, C, CHANNELS):
+        wide = columns_inside(first + channel, C, CHANNELS)
+        grad_share = tl.load(left, mask=here & wide[None, :], other=0.0)
+        total += dot(grad_share, tl.load(right, mask=wide[:, None], other=0.0), PRECISION)
+        left += CHANNELS
+        right += CHANNELS
+    at = row[:, None] * (5 * RANK) + index * RANK + lane[None, :]
+    result = take(inner + at, here)
+    put(grad_before + at, total * (1.0 - result * result), here)
+
+
+def inner_backward(grad_shares: Tensor, inner: Tensor, outer: Tensor, layout: Layout) -> Tensor:
+    """The gradient (L, 5 R) of what the tanh behind `inner` read, from the shares' (5, L, C)."""
+    before = torch.empty_like(inner)
+    tile = INNER[inner.itemsize]
+    _inner_back_kernel[(max(1, triton.cdiv(layout.rows, tile.rows)), 5)](
+        grad_shares, inner, outer, before, layout.rows * layout.width, layout.rows,
+        C=layout.width, ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(inner.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return before
 
 
 def _tiles(layout: Layout, rows: int, channels: int) -> tuple[int, int]:
