@@ -35,11 +35,20 @@ class Tile(NamedTuple):
     channels: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
+    """Most registers of a thread, where a few spilled ones let more programs run side by side."""
+
+    def settings(self) -> dict[str, int | None]:
+        """What a launch names beside its arguments."""
+        return {
+            "ROWS": self.rows, "CHANNELS": self.channels,
+            "num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg,
+        }  # fmt: skip
 
 
 # By bytes of an element: what leaves registers for several programs at a time.
-FIVE = {2: Tile(64, 64, 4, 1), 4: Tile(32, 64, 8, 1)}
-BACK = {2: Tile(64, 64, 8, 1), 4: Tile(32, 32, 8, 1)}
+FIVE = {2: Tile(64, 64, 4, 1, 128), 4: Tile(32, 64, 8, 1)}
+BACK = {2: Tile(64, 64, 8, 1, 128), 4: Tile(32, 32, 8, 1)}
 INNER = {2: Tile(128, 64, 4, 3), 4: Tile(32, 32, 4, 2)}
 
 
@@ -85,7 +94,7 @@ def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: 
 
 
 @triton.jit
-def _share(inner, outer, fixed, index: tl.constexpr, row, channel, here, wide, C: tl.constexpr, P: tl.constexpr):
+def _share(inner, outer, fixed, index, row, channel, here, wide, C: tl.constexpr, P: tl.constexpr):
     """The tile of one mix's shares, float32."""
     lane = tl.arange(0, RANK)
     left = tl.load(inner + row[:, None] * (5 * RANK) + index * RANK + lane[None, :],
@@ -113,7 +122,8 @@ def _five_mixes_kernel(
     mixed += start
     own = take(normed + at, inside)
     delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
-    for index in tl.static_range(5):
+    # A loop, not five copies of its body: so few registers are in use at a time, and more programs run side by side.
+    for index in range(5):
         share = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
         put(mixed + at, own + delta * share, inside)
         mixed += plane
@@ -132,8 +142,7 @@ def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layo
     tile = FIVE[normed.itemsize]
     _five_mixes_kernel[_tiles(layout, tile.rows, tile.channels)](
         normed, inner, outer, fixed, mixed, layout.rows * layout.width, layout.rows, **layout.places,
-        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        PRECISION=precision(normed.dtype), **tile.settings(),
     )  # fmt: skip
     return mixed
 
@@ -162,11 +171,10 @@ def _five_back_kernel(
     put(mixed_x + start + at, own + delta * take(share_x + channel, wide)[None, :], inside)
     whole = tl.zeros((ROWS, CHANNELS), tl.float32)
     near = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for index in tl.static_range(5):
+    for index in range(5):
         grad = given.to(tl.float32)
         # The next is read before this one is overwritten: so the reads overlap.
-        if index < 4:
-            given = tl.load(grads + plane + at, mask=inside, other=0.0)
+        given = tl.load(grads + plane + at, mask=inside & (index < 4), other=0.0)
         share = _share(inner, outer, fixed, index, row, channel, here, wide, C, PRECISION)
         whole += grad
         near += grad * share
@@ -204,8 +212,7 @@ def five_mixes_backward(
     tile = BACK[normed.itemsize]
     _five_back_kernel[_tiles(layout, tile.rows, tile.channels)](
         grads, normed, inner, outer, fixed, share_x, *back, layout.rows * layout.width, layout.rows, **layout.places,
-        ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(normed.dtype),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        PRECISION=precision(normed.dtype), **tile.settings(),
     )  # fmt: skip
     return back
 
@@ -240,8 +247,7 @@ def inner_backward(grad_shares: Tensor, inner: Tensor, outer: Tensor, layout: La
     tile = INNER[inner.itemsize]
     _inner_back_kernel[(max(1, triton.cdiv(layout.rows, tile.rows)), 5)](
         grad_shares, inner, outer, before, layout.rows * layout.width, layout.rows,
-        C=layout.width, ROWS=tile.rows, CHANNELS=tile.channels, PRECISION=precision(inner.dtype),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        C=layout.width, PRECISION=precision(inner.dtype), **tile.settings(),
     )  # fmt: skip
     return before
 
