@@ -150,9 +150,10 @@ def neighbour(
     step = tl.where(way < 2, C, COLUMNS * C)
     step = tl.where((way & 1) == 0, -step, step)[None, :]
     token = row % TOKENS
-    line, column = token // COLUMNS, token % COLUMNS
+    # Without a class token a row's own number tells its column: one division less after the other.
+    column = (row if TOKENS == LINES * COLUMNS else token) % COLUMNS
     ways = (column > 0).to(tl.int32) + (column < COLUMNS - 1).to(tl.int32) * 2
-    ways += (line > 0).to(tl.int32) * 4 + (line < LINES - 1).to(tl.int32) * 8
+    ways += (token >= COLUMNS).to(tl.int32) * 4 + (token < COLUMNS * (LINES - 1)).to(tl.int32) * 8
     if TOKENS > LINES * COLUMNS:  # the class token has itself for neighbour
         patch = token < LINES * COLUMNS
         ways = tl.where(patch, ways, 15)

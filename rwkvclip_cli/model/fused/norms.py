@@ -47,22 +47,28 @@ def _add_norm_kernel(
             if KEEP:
                 added *= kept
             value += added
-            put(total + at, value, inside)
         values = values + (value,)
         along += value
     centre = tl.sum(along, 1) / C
     squares = tl.zeros((ROWS, CHUNK), tl.float32)
+    # Whatever is read is read before anything is written, so that no read waits for another.
+    factors, shifts = (), ()
     for index in tl.static_range(chunks):
-        wide = columns_inside(index * CHUNK + tl.arange(0, CHUNK), C, CHUNK)[None, :]
-        centred = tl.where(wide, values[index] - centre[:, None], 0.0)
+        channel = index * CHUNK + tl.arange(0, CHUNK)
+        inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+        centred = tl.where(inside, values[index] - centre[:, None], 0.0)
         squares += centred * centred
+        factors = factors + (take_row(weight, channel, inside),)
+        shifts = shifts + (take_row(bias, channel, inside),)
     scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / C + eps)
     for index in tl.static_range(chunks):
         channel = index * CHUNK + tl.arange(0, CHUNK)
         inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+        at = start + channel[None, :]
+        if ADD:
+            put(total + at, values[index], inside)
         hat = (values[index] - centre[:, None]) * scale[:, None]
-        result = hat * take_row(weight, channel, inside) + take_row(bias, channel, inside)
-        put(normed + start + channel[None, :], result, inside)
+        put(normed + at, hat * factors[index] + shifts[index], inside)
     put(mean + row, centre, here)
     put(rstd + row, scale, here)
 
@@ -150,17 +156,25 @@ def _norm_backward_kernel(
             along += grad * hat
             grads, hats = grads + (grad,), hats + (hat,)
         totals = added
+        # Read before anything is written, so that no read waits for another.
+        passed = ()
+        for index in tl.static_range(chunks):
+            channel = index * CHUNK + tl.arange(0, CHUNK)
+            inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
+            passed = passed + (take(grad_total + start + channel[None, :], inside),)
+        if KEEP:
+            kept = take(keep + row // TOKENS, here)[:, None]
         lift = tl.sum(straight, 1)[:, None] / C
         turn = tl.sum(along, 1)[:, None] / C
         for index in tl.static_range(chunks):
             channel = index * CHUNK + tl.arange(0, CHUNK)
             inside = here[:, None] & columns_inside(channel, C, CHUNK)[None, :]
             at = start + channel[None, :]
-            grad = (grads[index] - lift - hats[index] * turn) * scale + take(grad_total + at, inside)
+            grad = (grads[index] - lift - hats[index] * turn) * scale + passed[index]
             put(grad_x + at, grad, inside)
             if CHANGE:
                 if KEEP:
-                    grad *= take(keep + row // TOKENS, here)[:, None]
+                    grad *= kept
                 put(grad_change + at, grad, inside)
     place = sums + tl.program_id(0) * 4 * C
     for index in tl.static_range(chunks):
