@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
 
-HEAD_ROWS, HEAD_WARPS, HEAD_STAGES = 16, 4, 1
-HEAD_PROGRAMS = 12
-"""A multiprocessor's, of all heads, in the backward direction: whole rounds of 2, 3 or 4."""
+HEAD_ROWS, HEAD_WARPS = 32, 4
+HEAD_PROGRAMS = 6
+"""A multiprocessor's, of all heads, in the backward direction: two rounds of the three that its registers hold."""
 FLAT = 2048
 OUTPUT_ROWS, OUTPUT_CHANNELS = 16, 128
 
@@ -22,26 +22,40 @@ OUTPUT_ROWS, OUTPUT_CHANNELS = 16, 128
 @triton.jit
 def _head_gate_kernel(
     y, g, weight, bias, z, rows, eps,
-    C: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    C: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of one head's rows of GroupNorm(y) * SiLU(g)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, BLOCK)
-    channel, wide = tl.program_id(1) * HEAD + lane, lane < HEAD
-    inside = (row < rows)[:, None] & wide[None, :]
-    at = row.to(tl.int64)[:, None] * C + channel[None, :]
-    value, gate = take(y + at, inside), take(g + at, inside)
-    hat, _ = _normalised(value, inside, eps, HEAD)
-    normed = hat * take(weight + channel, wide)[None, :] + take(bias + channel, wide)[None, :]
-    put(z + at, normed * gate * sigmoid(gate), inside)
+    inside = tl.broadcast_to((row < rows)[:, None], (ROWS, CHUNK))
+    first = tl.program_id(1) * HEAD
+    start = row.to(tl.int64)[:, None] * C
+    values, gates = (), ()
+    for index in tl.static_range(HEAD // CHUNK):
+        at = start + (first + index * CHUNK + tl.arange(0, CHUNK))[None, :]
+        values, gates = values + (take(y + at, inside),), gates + (take(g + at, inside),)
+    hats, _ = _normalised(values, eps, HEAD, CHUNK)
+    for index in tl.static_range(HEAD // CHUNK):
+        channel = first + index * CHUNK + tl.arange(0, CHUNK)
+        gate = gates[index]
+        normed = hats[index] * tl.load(weight + channel)[None, :] + tl.load(bias + channel)[None, :]
+        put(z + start + channel[None, :], normed * gate * sigmoid(gate), inside)
 
 
 @triton.jit
-def _normalised(value, inside, eps, HEAD: tl.constexpr):
-    """Rows of mean 0 and variance 1, and what they were multiplied by."""
-    centred = tl.where(inside, value - tl.sum(value, 1)[:, None] / HEAD, 0.0)
-    scale = (1.0 / tl.sqrt(tl.sum(centred * centred, 1) / HEAD + eps))[:, None]
-    return centred * scale, scale
+def _normalised(values, eps, HEAD: tl.constexpr, CHUNK: tl.constexpr):
+    """Rows, which lie in several chunks, of mean 0 and variance 1, and what they were multiplied by."""
+    along = values[0]
+    for index in tl.static_range(1, HEAD // CHUNK):
+        along += values[index]
+    centre = tl.sum(along, 1)[:, None] / HEAD
+    squares = (values[0] - centre) * (values[0] - centre)
+    for index in tl.static_range(1, HEAD // CHUNK):
+        squares += (values[index] - centre) * (values[index] - centre)
+    scale = (1.0 / tl.sqrt(tl.sum(squares, 1) / HEAD + eps))[:, None]
+    hats = ()
+    for index in tl.static_range(HEAD // CHUNK):
+        hats = hats + ((values[index] - centre) * scale,)
+    return hats, scale
 
 
 def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout) -> Tensor:
@@ -49,8 +63,7 @@ def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, la
     z = torch.empty_like(g)
     _head_gate_kernel[(max(1, triton.cdiv(layout.rows, HEAD_ROWS)), layout.heads)](
         y, g, weight, bias, z, layout.rows, eps,
-        C=layout.width, HEAD=layout.head, BLOCK=triton.next_power_of_2(layout.head), ROWS=HEAD_ROWS,
-        num_warps=HEAD_WARPS,
+        C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_ROWS, num_warps=HEAD_WARPS,
     )  # fmt: skip
     return z
 
@@ -58,34 +71,54 @@ def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, la
 @triton.jit
 def _head_gate_back_kernel(
     grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, rows, eps,
-    C: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of one head's rows, and their sums for the norm's weight and bias."""
-    lane = tl.arange(0, BLOCK)
-    channel, wide = tl.program_id(1) * HEAD + lane, lane < HEAD
-    factor, shift = take(weight + channel, wide)[None, :], take(bias + channel, wide)[None, :]
-    sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
-    sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    chunks: tl.constexpr = HEAD // CHUNK
+    head = tl.program_id(1) * HEAD
+    totals = ()
+    for _ in tl.static_range(2 * chunks):
+        totals = totals + (tl.zeros((ROWS, CHUNK), tl.float32),)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & wide[None, :]
-        at = row.to(tl.int64)[:, None] * C + channel[None, :]
-        gate, grad = take(g + at, inside), take(grad_z + at, inside)
-        hat, scale = _normalised(take(y + at, inside), inside, eps, HEAD)
-        normed = hat * factor + shift
-        opened = sigmoid(gate)
-        swish = gate * opened
-        put(z + at, normed * swish, inside)
-        put(grad_g + at, grad * normed * (opened + swish * (1.0 - opened)), inside)
-        grad *= swish
-        sum_weight += grad * hat
-        sum_bias += grad
-        grad *= factor
-        along = tl.sum(grad * hat, 1)[:, None] / HEAD
-        put(grad_y + at, (grad - tl.sum(grad, 1)[:, None] / HEAD - hat * along) * scale, inside)
-    place = sums + tl.program_id(0) * 2 * C + channel
-    tl.store(place, tl.sum(sum_weight, 0), mask=wide)
-    tl.store(place + C, tl.sum(sum_bias, 0), mask=wide)
+        inside = tl.broadcast_to((row < rows)[:, None], (ROWS, CHUNK))
+        start = row.to(tl.int64)[:, None] * C
+        # All are read before anything is written, so that no read waits for another.
+        values, gates, given = (), (), ()
+        for index in tl.static_range(chunks):
+            at = start + (head + index * CHUNK + tl.arange(0, CHUNK))[None, :]
+            values, gates = values + (take(y + at, inside),), gates + (take(g + at, inside),)
+            given = given + (take(grad_z + at, inside),)
+        hats, scale = _normalised(values, eps, HEAD, CHUNK)
+        added, grads = (), ()
+        straight = tl.zeros((ROWS, CHUNK), tl.float32)
+        along = tl.zeros((ROWS, CHUNK), tl.float32)
+        for index in tl.static_range(chunks):
+            channel = head + index * CHUNK + tl.arange(0, CHUNK)
+            at = start + channel[None, :]
+            factor, hat, gate = tl.load(weight + channel)[None, :], hats[index], gates[index]
+            normed = hat * factor + tl.load(bias + channel)[None, :]
+            opened = sigmoid(gate)
+            swish = gate * opened
+            put(z + at, normed * swish, inside)
+            put(grad_g + at, given[index] * normed * (opened + swish * (1.0 - opened)), inside)
+            grad = given[index] * swish
+            added = added + (totals[2 * index] + grad * hat, totals[2 * index + 1] + grad)
+            grad *= factor
+            straight += grad
+            along += grad * hat
+            grads = grads + (grad,)
+        totals = added
+        lift = tl.sum(straight, 1)[:, None] / HEAD
+        turn = tl.sum(along, 1)[:, None] / HEAD
+        for index in tl.static_range(chunks):
+            at = start + (head + index * CHUNK + tl.arange(0, CHUNK))[None, :]
+            put(grad_y + at, (grads[index] - lift - hats[index] * turn) * scale, inside)
+    place = sums + tl.program_id(0) * 2 * C + head
+    for index in tl.static_range(chunks):
+        channel = index * CHUNK + tl.arange(0, CHUNK)
+        tl.store(place + channel, tl.sum(totals[2 * index], 0))
+        tl.store(place + C + channel, tl.sum(totals[2 * index + 1], 0))
 
 
 def head_gate_backward(
@@ -100,8 +133,7 @@ def head_gate_backward(
     sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
     _head_gate_back_kernel[(programs, layout.heads)](
         grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, layout.rows, eps,
-        C=layout.width, HEAD=layout.head, BLOCK=triton.next_power_of_2(layout.head), ROWS=HEAD_ROWS,
-        STAGES=HEAD_STAGES, num_warps=HEAD_WARPS,
+        C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_ROWS, num_warps=HEAD_WARPS,
     )  # fmt: skip
     return grad_y, z, sums.sum(0)
 
@@ -205,6 +237,11 @@ def gated_sum_backward(
         C=layout.width, ROWS=OUTPUT_ROWS, CHANNELS=OUTPUT_CHANNELS, KEEP=keep is not None, num_warps=4,
     )  # fmt: skip
     return grad_openness, grad_value
+
+
+def _chunk(layout: Layout) -> int:
+    """Channels of the pieces that a head is read in: the largest power of two that divides it, so no thread is idle."""
+    return layout.head & -layout.head
 
 
 def _flat(x: Tensor) -> tuple[int]:
