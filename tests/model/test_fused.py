@@ -171,8 +171,8 @@ def test_the_first_layer_has_a_norm_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("plain_wkv")
-@pytest.mark.parametrize("width", [96, 160])
-def test_widths_that_fill_no_tile(width: int) -> None:
+@pytest.mark.parametrize("width", [96, 160, 256])
+def test_widths_that_fill_tiles_or_do_not(width: int) -> None:
     block, x, grad = make("image", 6, width=width)
     assert supported(block, x)
     got = results(fused(block, (3, 2), torch.float32), block, x, grad)

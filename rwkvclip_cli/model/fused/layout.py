@@ -115,7 +115,7 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-x * LOG2_E))
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2_E))
 
 
 @triton.jit

@@ -22,10 +22,11 @@ from rwkvclip_cli.model.fused.layout import (
     put,
     take,
     take_neighbour,
+    take_row,
 )
 
 RANK = tl.constexpr(MIX_RANK)
-MIX_ROWS, MIX_CHANNELS = 8, 256
+MIX_ROWS, MIX_CHANNELS = 8, 128
 
 
 class Tile(NamedTuple):
@@ -70,15 +71,12 @@ def _mix_kernel(
     normed += start
     own = take(normed + at, inside)
     delta = take_neighbour(normed, at, step, inside & exists, VECTOR) - own
-    share = take(share_a + channel, wide)
-    if INVERSE:
-        share = 1.0 - share
-    put(mixed_a + start + at, own + delta * share[None, :], inside)
+    # Read before anything is written, so that no read waits for another.
+    part_a = take_row(share_a, channel, inside)
     if TWO:
-        share = take(share_b + channel, wide)
-        if INVERSE:
-            share = 1.0 - share
-        put(mixed_b + start + at, own + delta * share[None, :], inside)
+        part_b = take_row(share_b, channel, inside)
+        put(mixed_b + start + at, own + delta * (1.0 - part_b if INVERSE else part_b), inside)
+    put(mixed_a + start + at, own + delta * (1.0 - part_a if INVERSE else part_a), inside)
 
 
 def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: bool = False) -> tuple[Tensor, ...]:
