@@ -198,7 +198,7 @@ class PackConfig(Options):
     )
     workers: int | None = option(None, "Worker processes (default: one a core).", minimum=1, maximum=1024)
     writer: str = option("native", "Writer of the records; mxnet needs that package.", choices=("native", "mxnet"))
-    overwrite: bool = option(False, "Replace an existing OUT.rec.")
+    overwrite: bool = option(False, "Replace an existing OUT.rec, and throw an unfinished pack of it away.")
     resume: bool = option(False, "Continue an interrupted pack of the same sources and options.")
     json: bool = option(False, "Print one JSON document.")
 

@@ -131,6 +131,11 @@ def page(lines: Iterable[str]) -> str:
     return "\n".join(map(visible, lines))
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things in words: 1 fault, 2,000 faults. `what` is the name of one, which takes an s for several."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def say(*lines: str) -> None:
     """Write log lines or hints to stderr, from rank 0 alone."""
     if is_speaker():

@@ -26,6 +26,11 @@ def be(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.parametrize(("count", "said"), [(0, "0 faults"), (1, "1 fault"), (2, "2 faults"), (1000, "1,000 faults")])
+def test_things_are_counted_in_words(count: int, said: str) -> None:
+    assert console.counted(count, "fault") == said
+
+
 @pytest.mark.parametrize(
     ("environ", "speaks"),
     [

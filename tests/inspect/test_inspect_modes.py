@@ -16,8 +16,10 @@ from rwkvclip_cli import cli
 from rwkvclip_cli.config import InspectConfig, PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import open_packed
-from rwkvclip_cli.data.packing.output import SUFFIXES
+from rwkvclip_cli.data.packing.journal import READING, Journal
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
 from rwkvclip_cli.data.packing.pack import pack
+from rwkvclip_cli.data.packing.reading import Position
 from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record, unpack_record
 from rwkvclip_cli.inspect import inspect_data
 from rwkvclip_cli.inspect.summary import read_range
@@ -396,3 +398,16 @@ def test_what_stands_in_the_place_of_a_file_is_a_fault(packed, tmp_path, part, m
     verdict = verified(rec, None)
     assert verdict.log.counts[part] == 1
     assert "is no regular file" in str(verdict.log.first[0])
+
+
+def test_salvage_leaves_an_unfinished_pack_of_that_name_alone(packed, prove, tmp_path):
+    out = tmp_path / "o.rec"
+    with OutputSet(str(out), overwrite=False) as output:
+        output.start()
+        output.keep(Journal({}, READING, Position(), [], output.flush(), {"count": 1}))
+    with pytest.raises(
+        UsageError, match=r"there is an unfinished pack of 1 record and 0 rejects, last written"
+    ) as error:
+        salvaged(packed, prove, out)
+    assert error.value.hint == "another name"
+    assert (tmp_path / ".o.rec.partial" / "journal.json").is_file()

@@ -17,7 +17,7 @@ from rwkvclip_cli.console import UsageError, cannot_write
 from rwkvclip_cli.data.packing.samples import printable
 
 BLOCK_BYTES = 1 << 20
-ANEW = "the same command without --resume starts anew"
+ANEW = "--overwrite in place of --resume starts anew"
 
 
 @dataclass(frozen=True)

@@ -78,19 +78,41 @@ def test_a_pack_that_is_told_to_end_says_how_to_go_on(tmp_path, number, code):
     assert files_of(out) == undisturbed(source)
 
 
-def test_without_resume_an_unfinished_pack_is_thrown_away_in_so_many_words(tmp_path, capsys):
+def test_an_unfinished_pack_is_thrown_away_with_overwrite_alone_and_in_so_many_words(tmp_path, capsys):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    (source / "000a.jpg").write_bytes(photo())  # without a caption
     with halted(20, source, out) as pack_:
         pack_.end(signal.SIGKILL)
-    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")
-    with pytest.raises(UsageError):
-        pack(dataclasses.replace(config, sources=(f"{source}x",)))
     partial = tmp_path / ".o.rec.partial"
-    assert partial.is_dir(), "a mistyped command threw the work away"
+    kept = {path: path.read_bytes() for path in partial.iterdir()}
+    written = time.localtime((partial / "journal.json").stat().st_mtime)
+    command = ["pack", str(source), str(out), "--proof", "none", "--workers", "1"]
+    done = run_cli(*command)
+    assert (done.returncode, done.stdout) == (2, "")
+    fault, hint = done.stderr.splitlines()
+    count = json.loads((partial / "journal.json").read_text().partition(" ")[2])["tally"]["count"]
+    assert fault == (
+        f"rwkvclip: {out}: there is an unfinished pack of {count} records and 1 reject, last written at "
+        f"{time.strftime('%Y-%m-%d %H:%M', written)}"
+    )
+    assert hint == f"  try: rwkvclip {' '.join(command)} --resume continues it, --overwrite throws it away"
+    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none", overwrite=True)
+    with pytest.raises(UsageError, match="no such folder or file"):
+        pack(dataclasses.replace(config, sources=(f"{source}x",)))
+    assert {path: path.read_bytes() for path in partial.iterdir()} == kept, "a mistyped command threw the work away"
     pack(config)
-    assert "records) is thrown away; --resume would have continued it" in capsys.readouterr().err
+    assert f"--overwrite: an unfinished pack of {out} ({count} records) is thrown away" in capsys.readouterr().err
     assert files_of(out) == undisturbed(source)
     assert not partial.exists()
+
+
+def test_an_unfinished_pack_over_an_old_set_is_told_before_the_old_set(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    out.write_text("old")
+    with halted(20, source, out, "--overwrite") as pack_:
+        pack_.end(signal.SIGKILL)
+    with pytest.raises(UsageError, match="there is an unfinished pack of"):
+        pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none"))
 
 
 def test_resume_without_anything_to_resume_says_so_and_packs(tmp_path, capsys):
@@ -226,7 +248,7 @@ def test_other_options_or_sources_are_named_and_nothing_is_lost(tmp_path):
         with pytest.raises(UsageError, match=message) as fault:
             resumed(source, out, **options)
         assert "are kept" not in fault.value.message
-        assert fault.value.hint == "the same command without --resume starts anew" or "sources" in options
+        assert fault.value.hint == "--overwrite in place of --resume starts anew" or "sources" in options
         assert {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()} == kept
 
     for options, message in OTHER_OPTIONS:
@@ -250,7 +272,7 @@ def test_partial_files_that_are_not_what_the_journal_says_are_not_continued(tmp_
     with pytest.raises(UsageError, match="cannot be continued: it is"):
         resumed(source, out)
     assert shown(tmp_path) == ["imgs"]
-    assert resumed(source, out, resume=False) == undisturbed(source)
+    assert resumed(source, out, resume=False, overwrite=True) == undisturbed(source)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +305,10 @@ def test_a_damaged_journal_is_not_continued_and_not_thrown_away_unasked(tmp_path
     config = PackConfig(sources=(str(source),), out=str(out), proof="none", workers=1)
     with pytest.raises(UsageError, match=r"journal\.json: cannot be continued: it is damaged, or of another release"):
         pack(dataclasses.replace(config, resume=True))
+    with pytest.raises(UsageError, match="an unfinished pack with a damaged journal, or one of another release, last"):
+        pack(config)
     assert (tmp_path / ".o.rec.partial" / "journal.json").read_text() == journal
-    pack(config)
+    pack(dataclasses.replace(config, overwrite=True))
     assert files_of(out) == undisturbed(source)
 
 
@@ -600,7 +624,7 @@ def test_no_damage_to_what_is_continued_comes_under_the_final_names(tmp_path, mo
         do(out.parent / path)
         error = refusal(dataclasses.replace(config, out=str(out)))
         refused += error is not None
-        assert error is None or ("cannot be continued" in error.message and "without --resume" in error.hint), path
+        assert error is None or ("cannot be continued" in error.message and "in place of --resume" in error.hint), path
         assert kept_files(out) == ({} if error else whole), (path, damage)
         shutil.rmtree(out.parent)
     assert refused >= 4 * 3
