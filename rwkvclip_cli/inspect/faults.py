@@ -27,8 +27,8 @@ KINDS = {
     "index-order": "an offset or a key of the index that goes back",
     "index-line": "a line of the index that is no key, tab and offset",
     "manifest": "the manifest is damaged, or says another size or count",
-    "sources": "the list of sources is damaged, changed or not of this pack",
-    "rejects": "the list of rejects is not the one that was packed",
+    "sources": "the list of sources is damaged, changed, gone or not of this pack",
+    "rejects": "the list of rejects is not the one that was packed, or gone",
     "content-hash": "the bytes of the .rec are not those that the manifest has the hash of",
 }
 KEPT_FAULTS = 1000

@@ -5,6 +5,7 @@ True
 """
 
 import hashlib
+import os
 from collections import deque
 from dataclasses import dataclass
 
@@ -67,12 +68,20 @@ def verify(beside: Beside, prover: Prover | None) -> Verdict:
 def _check_lists(beside: Beside, log: FaultLog) -> tuple[str, ...]:
     """Compare rejects and sources with the hashes that the manifest has, of an older version none; which were compared.
 
+    One that has a hash and is not there is a fault.
+
     Of the index each entry is compared with the records, so that other line ends are no fault.
     """
     compared = []
     for part, promised in beside.manifest.get("hashes", {}).items():
-        path = path_beside(beside.files.rec, part) if part in LISTS else None
-        if path is None or not path.is_file():
+        if part not in LISTS:
+            continue
+        path = path_beside(beside.files.rec, part)
+        if not path.is_file():
+            # That the list of sources is no file may have been told already.
+            if not log.counts[part]:
+                what = "is no regular file" if os.path.lexists(path) else "is not there"
+                log.add(Fault(part, f"{path.name} {what}, and the manifest has its hash"))
             continue
         compared.append(part)
         try:

@@ -1,5 +1,6 @@
 """The modes of `rwkvclip inspect`, as documents, as text and as the command line gives them."""
 
+import dataclasses
 import json
 import os
 import re
@@ -229,6 +230,28 @@ def test_a_list_that_was_changed_is_told(packed, tmp_path, name) -> None:
         f"{path.name}: SHA-256 {sha256(path.read_bytes()).hexdigest()}, packed with ",
     )
     assert fault["message"].endswith(sha256(before).hexdigest())
+
+
+@pytest.mark.parametrize("part", ["rejects", "sources"])
+@pytest.mark.parametrize(("is_folder", "said"), [(False, "is not there"), (True, "is no regular file")])
+def test_a_list_that_the_manifest_has_a_hash_of_is_missed(packed, tmp_path, part, is_folder, said) -> None:
+    rec = copy_set(packed, tmp_path, [name for name in SUFFIXES if name != part])
+    if is_folder:
+        (tmp_path / f"pairs{SUFFIXES[part]}").mkdir()
+    report = inspect_data(InspectConfig(data=str(rec), verify=True, proof="none"))
+    assert report.exit_code == 1
+    (fault,) = report.document["faults"]
+    assert fault["kind"] == part
+    assert fault["message"].startswith(f"pairs{SUFFIXES[part]} {said}")
+    assert part not in report.document["lists_checked"]
+
+
+def test_one_shard_alone_needs_no_list_of_all(packed, tmp_path) -> None:
+    config = PackConfig(sources=(str(packed.parent / "imgs"),), out=str(tmp_path / "o.rec"), workers=1, proof="none")
+    pack(dataclasses.replace(config, shard_size=5))
+    (tmp_path / "o.rejects.jsonl").unlink()
+    assert verified(tmp_path / "o-00001.rec", None).is_sound
+    assert [fault.kind for fault in verified(tmp_path / "o.rec", None).log.first] == ["rejects"]
 
 
 def test_a_manifest_without_hashes_of_the_lists_is_one_of_an_older_version(packed, tmp_path) -> None:
