@@ -25,6 +25,7 @@ KINDS = {
     "index-foreign": "an offset of the index at which no record begins",
     "index-duplicate": "an offset or a key that the index lists twice",
     "index-order": "an offset or a key of the index that goes back",
+    "index-key": "a key of the index that is not the record's number in its file",
     "index-line": "a line of the index that is no key, tab and offset",
     "manifest": "the manifest is damaged, or says another size or count",
     "sources": "the list of sources is damaged, changed, gone or not of this pack",

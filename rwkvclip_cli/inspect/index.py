@@ -24,11 +24,15 @@ MAX_LINE_BYTES = 4096
 
 
 class Listing:
-    """The offsets that an index lists, rising, with the line of each. Eight bytes a record, 24 where it is shuffled."""
+    """The offsets that an index lists, rising, with the line of each. Eight bytes a record, 24 where it is shuffled.
+
+    keys: of the offsets, where they rise as they should but are not 0, 1, 2, ...; else None.
+    """
 
     def __init__(self) -> None:
         self.offsets = array("Q")
         self.faults = FaultLog()
+        self.keys: array[int] | None = None
         self._lines: array[int] | None = None  # where they are not 1, 2, 3, ...
 
     def line(self, position: int) -> int:
@@ -71,6 +75,9 @@ def read_listing(path: Path) -> Listing:
         listing.faults.add(Fault("index-missing", f"cannot read {path.name}: {error.strerror}"))
     _check_offsets(listing, lines)
     _check_keys(listing, keys, lines)
+    # Of rising whole numbers only 0, 1, 2, ... have as many before the last as it says.
+    if keys and not listing.faults.total and keys[-1] != len(keys) - 1:
+        listing.keys = keys
     listing.sort(lines)
     return listing
 
