@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import run_cli
-from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, photo, write, write_tar
+from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, open_descriptors, photo, write, write_tar
 
 import rwkvclip_cli.data.packing.pack as packing
 from rwkvclip_cli.config import PackConfig
@@ -622,7 +622,10 @@ def test_no_damage_to_what_is_continued_comes_under_the_final_names(tmp_path, mo
         out = tmp_path / str(number) / "o.rec"
         shutil.copytree(begun, out.parent)
         do(out.parent / path)
+        descriptors = open_descriptors()
         error = refusal(dataclasses.replace(config, out=str(out)))
+        # The error is still there, and with it all that nobody closed.
+        assert open_descriptors() == descriptors, (path, damage)
         refused += error is not None
         assert error is None or ("cannot be continued" in error.message and "in place of --resume" in error.hint), path
         assert kept_files(out) == ({} if error else whole), (path, damage)

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from pack_files import told, write, write_tar
+from pack_files import open_descriptors, told, write, write_tar
 
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.captions import clean_captions
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.folders import read_folder
+from rwkvclip_cli.data.packing.parquet import is_parquet
 from rwkvclip_cli.data.packing.samples import (
     BadCaptions,
     Sample,
@@ -203,8 +204,12 @@ def test_a_sidecar_that_cannot_be_read_is_said(tmp_path):
     (tmp_path / "big.txt").write_bytes(b"x" * (2**24 + 1))
     with pytest.raises(BadCaptions, match=r"big\.txt: a caption file has at most 16,777,216 bytes"):
         find_captions(Sample("x", b"", sidecars=(Sidecar("txt", str(tmp_path / "big.txt")),)))
-    with pytest.raises(BadCaptions, match="Is a directory"):
+    descriptors = open_descriptors()
+    with pytest.raises(BadCaptions, match="Is a directory") as kept:
         find_captions(Sample("x", b"", sidecars=(Sidecar("txt", str(tmp_path)),)))
+    assert (open_descriptors(), is_parquet(str(tmp_path)), open_descriptors()) == (descriptors, False, descriptors), (
+        kept
+    )
 
 
 PAIRS = [item for n in range(3) for item in ((f"{n}.jpg", b"J"), (f"{n}.txt", b"caption"))]
