@@ -148,11 +148,23 @@ def later(path: Path) -> None:
     os.utime(path, (time.time() + 3600,) * 2)
 
 
+def replace_by_an_older_one(path: Path) -> None:
+    """Put a file there that has lain elsewhere since long before the pack."""
+    other = path.with_name(".other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, (1e9, 1e9))
+    other.rename(path)
+
+
 SINCE = {
     "nothing": (lambda source: None, ""),
     "a hidden file": (lambda source: later(write(source, {".seen": "x"}) / ".seen"), ""),
     "a caption": (lambda source: later(source / "001.txt"), "{source}/001.txt has changed since"),
     "a picture": (lambda source: later(source / "001.jpg"), "{source}/001.jpg has changed since"),
+    "an older picture": (
+        lambda source: replace_by_an_older_one(source / "001.jpg"),
+        "{source}/001.jpg was replaced since, or its name or permissions were changed",
+    ),
     "one more": (
         lambda source: [os.utime(write(source, {name: b"x"}) / name, (0, 0)) for name in ("9.jpg", "9.txt")],
         "the sources now hold 5 inputs, 4 were packed or rejected",
@@ -202,11 +214,18 @@ def test_resume_of_a_finished_pack_looks_at_files_of_every_kind(tmp_path, capsys
     source = imgs if kind == "tokens" else path
     config = PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), workers=1, proof="none", **options)
     pack(config)
-    for is_changed in (False, True):
+
+    def warned() -> list[str]:
         capsys.readouterr()
         pack(dataclasses.replace(config, resume=True))
-        assert (f"warning: {path} has changed since; --overwrite" in capsys.readouterr().err) is is_changed
-        later(path)
+        return capsys.readouterr().err.splitlines()[1:]
+
+    assert warned() == []
+    replace_by_an_older_one(path)
+    said = f"warning: {path} was replaced since, or its name or permissions were changed; --overwrite in place of"
+    assert warned() == [f"{said} --resume packs it anew"]
+    later(path)
+    assert warned() == [f"warning: {path} has changed since; --overwrite in place of --resume packs it anew"]
 
 
 def test_an_overwriting_pack_goes_on_as_well(tmp_path):
