@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, counted
 from rwkvclip_cli.data.captions import VOCAB_SIZE
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import KEPT, ImageOptions
@@ -128,7 +128,7 @@ def _read_all(beside: Beside, log: FaultLog) -> Iterator[Checked]:
             log.add(Fault("sources", sources.fault))
         # It lists the records of all shards.
         elif listed is not None and (listed < number if beside.files.is_part else listed != number):
-            log.add(Fault("sources", f"it lists {listed:,} records; the other files have {number:,}"))
+            log.add(Fault("sources", f"it lists {counted(listed, 'record')}; the other files have {number:,}"))
 
 
 class _PartReader:

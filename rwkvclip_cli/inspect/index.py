@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, progress
+from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, counted, progress
 from rwkvclip_cli.data.record_index import LINE, LINES
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
@@ -147,7 +147,9 @@ def _rebuild_index(part: Part, salvage: str, bar: Progress) -> tuple[Path, int]:
             if not count:
                 raise RwkvClipError(f"{rec} is empty: there is no record to list")
             if part.shard.count not in (None, count):
-                raise RwkvClipError(f"{rec} holds {count:,} records, its manifest says {part.shard.count:,}", salvage)
+                raise RwkvClipError(
+                    f"{rec} holds {counted(count, 'record')}, its manifest says {part.shard.count:,}", salvage
+                )
             index.flush()
             os.fsync(index.fileno())
         os.replace(aside, idx)

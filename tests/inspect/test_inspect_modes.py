@@ -434,3 +434,37 @@ def test_salvage_leaves_an_unfinished_pack_of_that_name_alone(packed, prove, tmp
         salvaged(packed, prove, out)
     assert error.value.hint == "another name"
     assert (tmp_path / ".o.rec.partial" / "journal.json").is_file()
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "o-00001.rec").unlink()
+
+
+def lose_all(folder: Path) -> None:
+    for path in folder.glob("o*"):
+        path.unlink()
+
+
+def put_a_folder(folder: Path) -> None:
+    (folder / "o-00001.rec").unlink()
+    (folder / "o-00001.rec").mkdir()
+
+
+@pytest.mark.parametrize(("damage", "code"), [(lose_a_shard, 1), (put_a_folder, 1), (lose_all, 2)])
+@pytest.mark.parametrize("mode", [[], ["--verify", "--proof", "none"], ["--plan", "--batch-size", "2"]], ids=" ".join)
+def test_a_bad_set_ends_every_mode_with_the_same_code(packed, tmp_path, mode, damage, code) -> None:
+    source = str(packed.parent / "imgs")
+    pack(PackConfig(sources=(source,), out=str(tmp_path / "o.rec"), workers=1, proof="none", shard_size=5))
+    damage(tmp_path)
+    done = run_cli("inspect", tmp_path / "o.rec", *mode)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_one_of_a_thing_is_said_as_one(tmp_path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 1)
+    assert inspect_data(InspectConfig(data=str(rec))).text.startswith(f"{rec}: 1 record, ")
+    (tmp_path / "a.idx").write_text("7\t0\n8\t0\n")
+    assert "\n1 fault, " in inspect_data(InspectConfig(data=str(rec), verify=True, proof="none")).text
+    rec.with_suffix(".idx").write_text("0\t0\n")
+    plan = inspect_data(InspectConfig(data=str(rec), plan=True, batch_size=1, epochs=1)).text
+    assert plan.startswith("1 record, 1 rank x 1 pair = 1 a step\nsteps: 1 an epoch, 1 in 1 epoch, 1 pair\n")

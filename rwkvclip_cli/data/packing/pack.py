@@ -75,7 +75,7 @@ class PackSummary:
     def text(self) -> str:
         """All of it, for people."""
         out = printable(self.out)
-        lines = [f"{out}: {self.count:,} records, {self.size_bytes:,} bytes"]
+        lines = [f"{out}: {counted(self.count, 'record')}, {self.size_bytes:,} bytes"]
         if self.shards:
             first, last = (shard_names(Path(self.out), number)[0] for number in (0, self.shards - 1))
             lines.append(f"  files: {self.shards:,}, {printable(first)} to {printable(last)}")
@@ -120,7 +120,10 @@ def pack(config: PackConfig) -> PackSummary:
     be packed or the disk refuses, UnableError without mxnet.
     """
     if not config.sources:
-        raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
+        if Path(config.out).suffix == ".rec" or not config.out:
+            raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
+        completed = retype("pack", config, sources=(config.out,), out="OUT.rec")
+        raise UsageError(f"no OUT.rec is given, to which {printable(config.out)} would be packed", completed)
     if config.resume and config.writer == "mxnet":
         raise UsageError("--resume: mxnet cannot continue a file", "--writer native, which writes the same bytes")
     with (
@@ -468,7 +471,7 @@ def _nothing_packed(config: PackConfig, tally: Tally) -> RwkvClipError:
         return RwkvClipError(f"nothing to pack: no image in {shown}", "rwkvclip pack --help")
     counts = ", ".join(f"{reason} {count:,}" for reason, count in tally.reasons.most_common())
     return RwkvClipError(
-        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):",
+        f"nothing could be packed: {counted(tally.rejects, 'input')} of {shown}, every one rejected ({counts}):",
         "rwkvclip pack --help",
         details=[f"  {printable(message)}" for message in tally.messages],
     )

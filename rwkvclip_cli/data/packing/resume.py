@@ -12,7 +12,7 @@ from typing import Any
 
 from rwkvclip_cli import __version__
 from rwkvclip_cli.config import PackConfig, option_fields, option_name
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import UsageError, counted
 from rwkvclip_cli.data.packing.growing import ANEW
 from rwkvclip_cli.data.packing.reading import Part, look_at, parts_of
 from rwkvclip_cli.data.packing.samples import SourceOptions, printable
@@ -92,7 +92,7 @@ def changed_since(
                     replaced = replaced or path
     counts = [count(path, options) for path, kind in found if (count := KINDS[kind].count_inputs)]
     if len(counts) == len(found) and sum(counts) != inputs:
-        return f"the sources now hold {sum(counts):,} inputs, {inputs:,} were packed or rejected"
+        return f"the sources now hold {counted(sum(counts), 'input')}, {inputs:,} were packed or rejected"
     return f"{printable(replaced)} was replaced since, or its name or permissions were changed" if replaced else ""
 
 

@@ -331,6 +331,22 @@ def test_a_damaged_journal_is_not_continued_and_not_thrown_away_unasked(tmp_path
     assert files_of(out) == undisturbed(source)
 
 
+@pytest.mark.parametrize("with_result", [False, True], ids=["the log", "log and result"])
+def test_a_pack_whose_log_nobody_reads_any_more_comes_to_its_end(tmp_path, with_result):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    (source / "000a.jpg").write_bytes(photo())
+    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(out), "--proof", "none", "--seed", "3"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(command, stdout=writes if with_result else subprocess.PIPE, stderr=writes, check=False)
+    os.close(writes)
+    # Its result could not be said; all that it wrote is there.
+    assert done.returncode == (128 + signal.SIGPIPE if with_result else 0)
+    assert with_result or done.stdout.startswith(b"%s: 30 records, " % os.fsencode(out))
+    assert files_of(out) == undisturbed(source)
+    assert not (tmp_path / ".o.rec.partial").exists()
+
+
 def test_a_second_pack_is_refused_whatever_its_options(tmp_path):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
     with halted(10, source, out) as first:

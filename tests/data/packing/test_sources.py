@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from pack_files import open_descriptors, told, write, write_tar
 
+from rwkvclip_cli.config import PackConfig, option_fields
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.captions import clean_captions
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.folders import read_folder
 from rwkvclip_cli.data.packing.parquet import is_parquet
 from rwkvclip_cli.data.packing.samples import (
+    DEFAULT_CAPTION_KEYS,
     BadCaptions,
     Sample,
     Sidecar,
@@ -346,3 +348,8 @@ def test_lists_nested_deeper_than_calls_may_be():
     for _ in range(100_000):
         nested = [nested]
     assert texts(nested) == ["deep"]
+
+
+def test_help_says_where_captions_are_looked_for():
+    (sources, *_) = option_fields(PackConfig)
+    assert f"the first of {', '.join(DEFAULT_CAPTION_KEYS)} there is" in sources.metadata["help"]
