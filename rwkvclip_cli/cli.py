@@ -8,7 +8,6 @@ Options derive from the dataclasses of `config`. Torch, DALI and numpy load only
 import functools
 import inspect
 import io
-import os
 import signal
 import sys
 import typing
@@ -49,10 +48,6 @@ def main() -> None:
     except KeyboardInterrupt:
         console.say("interrupted")
         sys.exit(console.EXIT_SIGNAL + signal.SIGINT)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): no fault of the user's, and nothing left to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(console.EXIT_SIGNAL + signal.SIGPIPE)
 
 
 def _show_version(value: bool) -> None:
@@ -171,7 +166,8 @@ def _parameter(field: Any, hint: Any) -> inspect.Parameter:
     is_list = typing.get_origin(hint) is tuple
     default: Any = list(field.default) if is_list else field.default
     if meta["argument"]:
-        value = typer.Argument(... if default in ("", []) else default, help=meta["help"])
+        # Of two arguments that are missing the command line would name the wrong one: an empty list is the command's.
+        value = typer.Argument(... if default == "" else default, help=meta["help"])
     else:
         name = f"--{config.option_name(field)}"
         # What can be on by itself needs a word for off.
@@ -227,7 +223,7 @@ def _launch(options: LaunchConfig, context: typer.Context, train_args: list[str]
         if not options.dry_run:
             try:
                 locate(wanted.train_data).check_there()
-            except UsageError:
+            except RwkvClipError:
                 check_machine(options, without_gpu=without_gpu)
                 raise
     except config.MissingOptionError as error:

@@ -164,7 +164,13 @@ def _rivals(options: type) -> Iterator[tuple[str, str, str | None]]:
 class PackConfig(Options):
     """`rwkvclip pack SOURCE... OUT.rec`."""
 
-    sources: tuple[str, ...] = option((), "Folders, tables or WebDataset tars, packed in this order.", argument=True)
+    sources: tuple[str, ...] = option(
+        (),
+        "Folders, tables or WebDataset tars, packed in this order. Beside an image cat.jpg lies cat.txt (a caption a "
+        "line), cat.json (a list of captions, or the first of captions, caption, text, title there is) or both, of "
+        "which the .txt counts first.",
+        argument=True,
+    )
     out: str = option("", "The .rec file to write; .idx, manifest and reports go beside it.", argument=True)
     format: str = option("auto", "What the sources are; auto goes by folder and suffix.", choices=SOURCE_FORMATS)
     image_key: str | None = option(None, "Table column of the image (default: the first of image, jpg, ... there is).")
@@ -198,7 +204,7 @@ class PackConfig(Options):
     )
     workers: int | None = option(None, "Worker processes (default: one a core).", minimum=1, maximum=1024)
     writer: str = option("native", "Writer of the records; mxnet needs that package.", choices=("native", "mxnet"))
-    overwrite: bool = option(False, "Replace an existing OUT.rec.")
+    overwrite: bool = option(False, "Replace an existing OUT.rec, and throw an unfinished pack of it away.")
     resume: bool = option(False, "Continue an interrupted pack of the same sources and options.")
     json: bool = option(False, "Print one JSON document.")
 

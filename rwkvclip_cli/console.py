@@ -11,12 +11,13 @@ import os
 import re
 import resource
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -131,10 +132,33 @@ def page(lines: Iterable[str]) -> str:
     return "\n".join(map(visible, lines))
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things in words: 1 fault, 2,000 faults. `what` is the name of one, which takes an s for several."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def say(*lines: str) -> None:
     """Write log lines or hints to stderr, from rank 0 alone."""
     if is_speaker():
-        print(page(lines), file=sys.stderr, flush=True)
+        _write_log(page(lines))
+
+
+def _write_log(text: str) -> None:
+    """Write to stderr. Hours of work do not end because nobody reads its log any more, or the log's disk is full."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer would fail again at the end.
+        _silence(sys.stderr)
+    except OSError:
+        pass
+
+
+def _silence(stream: TextIO) -> None:
+    """Have a stream that nobody reads any more lead nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def warn(text: str) -> None:
@@ -145,14 +169,23 @@ def warn(text: str) -> None:
 def result(text: str) -> None:
     """Write a command's result, a line or a `page`, to stdout, from rank 0 alone."""
     if is_speaker():
-        print(page(text.split("\n")), flush=True)
+        _write_result(page(text.split("\n")))
 
 
 def result_json(document: Any) -> None:
     """Write one JSON document to stdout, from rank 0 alone."""
     if is_speaker():
         lines = json.dumps(document, indent=2, ensure_ascii=False).split("\n")
-        print("\n".join(UNSAFE.sub(_json_escaped, line) for line in lines), flush=True)
+        _write_result("\n".join(UNSAFE.sub(_json_escaped, line) for line in lines))
+
+
+def _write_result(text: str) -> None:
+    """Write to stdout. Where its reader has gone (`| head`) nothing is left to do: this ends the command as SIGPIPE."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        raise SystemExit(EXIT_SIGNAL + signal.SIGPIPE) from None
 
 
 def _json_escaped(found: re.Match[str]) -> str:
@@ -163,7 +196,7 @@ def show_error(error: RwkvClipError) -> None:
     """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
     where = "" if is_speaker() else f" [rank {_rank()}]"
     hint = [f"  try: {error.hint}"] if error.hint else []
-    print(page([f"rwkvclip{where}: {error.message}", *error.details, *hint]), file=sys.stderr, flush=True)
+    _write_log(page([f"rwkvclip{where}: {error.message}", *error.details, *hint]))
 
 
 class Progress(Protocol):
@@ -243,6 +276,7 @@ def _bar(total: int | None, what: str, unit: str, done: int) -> Iterator[Progres
                 nonlocal counted, shown
                 counted, shown = counted + count, note or shown
                 rate = counted / max(time.monotonic() - started_s, 1e-9)
-                rich_progress.update(task, advance=count, rate=f"{rate:,.1f} {unit}/s", note=shown)
+                most = None if total is None else max(total, done + counted)  # an estimate may fall short
+                rich_progress.update(task, total=most, advance=count, rate=f"{rate:,.1f} {unit}/s", note=shown)
 
         yield Bar()

@@ -5,6 +5,7 @@
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -82,6 +83,11 @@ def family(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             found += map(int, Path(f"/proc/{member}/task/{member}/children").read_text().split())
     return found
+
+
+def open_descriptors() -> dict[str, str]:
+    """What this process has open, by number."""
+    return {path.name: os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
 
 
 def files_of(out: Path) -> dict[str, bytes]:

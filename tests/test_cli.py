@@ -92,6 +92,31 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "fault", "hint"),
+    [
+        (["imgs"], "no OUT.rec is given, to which imgs would be packed", "rwkvclip pack imgs OUT.rec"),
+        (["out.rec"], "nothing to pack: no source given", "rwkvclip pack FOLDER out.rec"),
+    ],
+    ids=str,
+)
+def test_pack_names_the_argument_that_is_missing(given: list[str], fault: str, hint: str) -> None:
+    done = run_cli("pack", *given)
+    assert (done.returncode, done.stderr) == (2, f"rwkvclip: {fault}\n  try: {hint}\n")
+
+
+def test_pack_without_arguments_is_wrong_usage() -> None:
+    done = run_cli("pack")
+    assert done.returncode == 2
+    assert "Missing argument 'out'" in done.stderr
+
+
+def test_pack_takes_its_arguments_from_the_settings_file_too(tmp_path: Path) -> None:
+    (tmp_path / "rwkvclip.toml").write_text('[pack]\nsources = ["imgs"]\n')
+    done = run_cli("pack", "out.rec", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "rwkvclip: imgs: no such folder or file\n  try: ls .\n")
+
+
 @pytest.mark.parametrize("given", [["--output", "x"], ["--gpus", "2", "--train_data=a.rec", "--", "--output", "x"]])
 def test_an_option_of_train_before_the_dashes_is_told_where_to_go(given: list[str]) -> None:
     done = run_cli("launch", *given)

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,27 @@ def be(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
         monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("log", ["a pipe that nobody reads", "/dev/full"])
+def test_work_goes_on_where_nobody_reads_its_log(tmp_path: Path, log: str) -> None:
+    code = "from rwkvclip_cli import console\nfor n in range(3): console.warn('x' * 9000)\nconsole.result('done')"
+    reads, writes = os.pipe()
+    os.close(reads)
+    full = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full if log == "/dev/full" else writes, check=False
+    )
+    os.close(writes)
+    os.close(full)
+    assert done.stdout == b"done\n"
+    assert log == "/dev/full" or done.returncode == 0
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 faults"), (1, "1 fault"), (2, "2 faults"), (1000, "1,000 faults")])
+def test_things_are_counted_in_words(count: int, said: str) -> None:
+    assert console.counted(count, "fault") == said
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, counted
 from rwkvclip_cli.data.record_index import read_index
 from rwkvclip_cli.data.recordio import MAGIC
 from rwkvclip_cli.data.shards import SetFiles, Shard, locate
@@ -175,7 +175,7 @@ def _read_offsets(shard: Shard, files: SetFiles) -> Offsets:
         )
     if shard.count not in (None, len(offsets)):
         raise RwkvClipError(
-            f"{idx} lists {len(offsets):,} records, {files.manifest_path.name} says "
+            f"{idx} lists {counted(len(offsets), 'record')}, {files.manifest_path.name} says "
             f"{shard.count:,}: the files beside {rec.name} are not of one pack",
             hint=_again(files),
         )

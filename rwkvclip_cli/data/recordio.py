@@ -286,9 +286,11 @@ def _open_at(path: Path, size_bytes: int, buffering: int = _BUFFER_BYTES) -> Bin
     try:
         if not size_bytes:
             return open(path, "wb", buffering=buffering)
-        file = open(path, "r+b", buffering=buffering)  # noqa: SIM115 - the writer closes it
-        file.truncate(size_bytes)
-        file.seek(size_bytes)
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(open(path, "r+b", buffering=buffering))
+            file.truncate(size_bytes)
+            file.seek(size_bytes)
+            opened.pop_all()  # the writer closes it
         return file
     except OSError as error:
         raise cannot_write(path, error, path.parent) from error

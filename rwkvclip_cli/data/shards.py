@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError
 
 FORMAT_VERSION = 1
 # The files of a set by part, the .rec last.
@@ -81,13 +81,15 @@ class SetFiles:
         return beside(self.rec, "manifest")
 
     def check_there(self) -> None:
-        """Raise UsageError where one of the .rec files is missing."""
+        """Raise UsageError where there is no such set, RwkvClipError where a .rec of it is missing or no file."""
         for shard in self.shards:
             if shard.rec.is_file():
                 continue
+            if shard.rec.exists():
+                raise RwkvClipError(f"{shard.rec} is no regular file; records are read by their place in it")
             if self.shown(shard.rec) is None:
                 raise UsageError(f"{shard.rec}: no such file", hint=f"rwkvclip pack SOURCE... {shard.rec}")
-            raise UsageError(
+            raise RwkvClipError(
                 f"{shard.rec}: no such file, but {self.manifest_path.name} lists it",
                 hint=f"copy it again, or save the rest: rwkvclip inspect {self.name} --salvage OUT.rec",
             )

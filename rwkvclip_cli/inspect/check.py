@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rwkvclip_cli.config import MAX_PIXELS
-from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.console import RwkvClipError, counted
 from rwkvclip_cli.data.captions import VOCAB_SIZE
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
 from rwkvclip_cli.data.packing.prove import KEPT, ImageOptions
@@ -128,7 +128,7 @@ def _read_all(beside: Beside, log: FaultLog) -> Iterator[Checked]:
             log.add(Fault("sources", sources.fault))
         # It lists the records of all shards.
         elif listed is not None and (listed < number if beside.files.is_part else listed != number):
-            log.add(Fault("sources", f"it lists {listed:,} records; the other files have {number:,}"))
+            log.add(Fault("sources", f"it lists {counted(listed, 'record')}; the other files have {number:,}"))
 
 
 class _PartReader:
@@ -137,6 +137,7 @@ class _PartReader:
     def __init__(self, beside: Beside, part: Part, sources: Sources, log: FaultLog) -> None:
         self._beside, self._part, self._sources, self._log = beside, part, sources, log
         self._listing: Listing | None = None
+        self._first = 0
         if part.idx is None:
             return
         if part.idx.is_file():
@@ -147,6 +148,7 @@ class _PartReader:
 
     def read(self, number: int) -> Generator[Checked, None, int]:
         """Yield what there is, or should be, from record `number` of the pack on; return the number behind it."""
+        self._first = number
         if self._part.rec is None:
             end = number + (self._part.shard.count or 0)
             for lost in range(number, end):
@@ -204,6 +206,7 @@ class _PartReader:
         if position == len(offsets) or offsets[position] != checked.offset:
             checked.add("index-missing", "the index does not list it")
             return position
+        self._compare_key(checked, listing, position)
         position += 1
         while position < len(offsets) and offsets[position] == checked.offset:
             message = f"lists record {checked.ordinal} at byte {checked.offset:,} again"
@@ -211,6 +214,16 @@ class _PartReader:
             self._log.add(Fault("index-duplicate", message, line=line, shard=self._part.name))
             position += 1
         return position
+
+    def _compare_key(self, checked: Checked, listing: Listing, position: int) -> None:
+        """Note a key that is not the record's number in its file, of a set that pack wrote: mxnet looks up by it."""
+        if listing.keys is None or not self._beside.is_ours:
+            return
+        wanted = checked.number - self._first
+        if listing.keys[position] != wanted:
+            message = f"record {checked.ordinal} has the key {listing.keys[position]}, not {wanted}"
+            line = listing.line(position)
+            self._log.add(Fault("index-key", message, line=line, shard=self._part.name))
 
     def _read_behind(self, size_bytes: int, position: int, number: int) -> Generator[Checked, None, int]:
         """The records that index or list of sources have behind the end of the file, each as one that is cut off."""

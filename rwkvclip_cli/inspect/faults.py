@@ -25,10 +25,11 @@ KINDS = {
     "index-foreign": "an offset of the index at which no record begins",
     "index-duplicate": "an offset or a key that the index lists twice",
     "index-order": "an offset or a key of the index that goes back",
+    "index-key": "a key of the index that is not the record's number in its file",
     "index-line": "a line of the index that is no key, tab and offset",
     "manifest": "the manifest is damaged, or says another size or count",
-    "sources": "the list of sources is damaged, changed or not of this pack",
-    "rejects": "the list of rejects is not the one that was packed",
+    "sources": "the list of sources is damaged, changed, gone or not of this pack",
+    "rejects": "the list of rejects is not the one that was packed, or gone",
     "content-hash": "the bytes of the .rec are not those that the manifest has the hash of",
 }
 KEPT_FAULTS = 1000

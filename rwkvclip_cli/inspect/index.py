@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, progress
+from rwkvclip_cli.console import Progress, RwkvClipError, cannot_write, counted, progress
 from rwkvclip_cli.data.record_index import LINE, LINES
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
@@ -24,11 +24,15 @@ MAX_LINE_BYTES = 4096
 
 
 class Listing:
-    """The offsets that an index lists, rising, with the line of each. Eight bytes a record, 24 where it is shuffled."""
+    """The offsets that an index lists, rising, with the line of each. Eight bytes a record, 24 where it is shuffled.
+
+    keys: of the offsets, where they rise as they should but are not 0, 1, 2, ...; else None.
+    """
 
     def __init__(self) -> None:
         self.offsets = array("Q")
         self.faults = FaultLog()
+        self.keys: array[int] | None = None
         self._lines: array[int] | None = None  # where they are not 1, 2, 3, ...
 
     def line(self, position: int) -> int:
@@ -71,6 +75,9 @@ def read_listing(path: Path) -> Listing:
         listing.faults.add(Fault("index-missing", f"cannot read {path.name}: {error.strerror}"))
     _check_offsets(listing, lines)
     _check_keys(listing, keys, lines)
+    # Of rising whole numbers only 0, 1, 2, ... have as many before the last as it says.
+    if keys and not listing.faults.total and keys[-1] != len(keys) - 1:
+        listing.keys = keys
     listing.sort(lines)
     return listing
 
@@ -140,7 +147,9 @@ def _rebuild_index(part: Part, salvage: str, bar: Progress) -> tuple[Path, int]:
             if not count:
                 raise RwkvClipError(f"{rec} is empty: there is no record to list")
             if part.shard.count not in (None, count):
-                raise RwkvClipError(f"{rec} holds {count:,} records, its manifest says {part.shard.count:,}", salvage)
+                raise RwkvClipError(
+                    f"{rec} holds {counted(count, 'record')}, its manifest says {part.shard.count:,}", salvage
+                )
             index.flush()
             os.fsync(index.fileno())
         os.replace(aside, idx)

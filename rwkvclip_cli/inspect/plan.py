@@ -7,7 +7,7 @@
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
-from rwkvclip_cli.console import page
+from rwkvclip_cli.console import counted, page
 from rwkvclip_cli.data.loader import LoaderSpec, epoch_window, steps_per_epoch
 from rwkvclip_cli.data.packed import PackedSet
 from rwkvclip_cli.train.losses import suggested_chunk
@@ -83,11 +83,12 @@ def plan_text(found: dict[str, Any]) -> str:
     """The plan for people."""
     loss = found["loss"]
     lines = [
-        f"{found['records']:,} records, {found['world_size']} ranks x {found['batch_size']} pairs "
+        f"{counted(found['records'], 'record')}, {counted(found['world_size'], 'rank')} x "
+        f"{counted(found['batch_size'], 'pair')} "
         f"= {found['global_batch']:,} a step",
-        f"steps: {found['steps_per_epoch']:,} an epoch, {found['total_steps']:,} in {found['epochs']} epochs, "
-        f"{found['samples']:,} pairs",
-        f"left out: {found['left_out_per_epoch']:,} records an epoch, others each time",
+        f"steps: {found['steps_per_epoch']:,} an epoch, {found['total_steps']:,} in "
+        f"{counted(found['epochs'], 'epoch')}, {counted(found['samples'], 'pair')}",
+        f"left out: {counted(found['left_out_per_epoch'], 'record')} an epoch, others each time",
     ]
     if not found["left_out_per_epoch"]:
         lines[-1] = "left out: none"
@@ -96,7 +97,7 @@ def plan_text(found: dict[str, Any]) -> str:
         lines.append(f"  epoch {epoch['epoch']}: records {ranges}")
     times = found["times_seen"]
     often = f"{times['min']}" if times["min"] == times["max"] else f"{times['min']} or {times['max']}"
-    lines.append(f"  after all epochs each record was seen {often} times")
+    lines.append(f"  after all epochs each record was seen {often} time{'' if often == '1' else 's'}")
     if loss["chunk_size"] is None:
         how = "all at once"
     else:
@@ -105,7 +106,7 @@ def plan_text(found: dict[str, Any]) -> str:
         f"loss: scores {loss['rows']:,} x {loss['columns']:,} on each rank, "
         f"{loss['scores_bytes'] / 2**20:,.1f} MiB, {how}"
     )
-    lines.append(f"learning rate: {found['warmup_steps']:,} steps of warm-up, then a cosine to zero")
+    lines.append(f"learning rate: {counted(found['warmup_steps'], 'step')} of warm-up, then a cosine to zero")
     peak = max(point["lr"] for point in found["learning_rate"]) or 1.0
     width = len(f"{found['total_steps']:,}")
     for point in found["learning_rate"]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rwkvclip_cli.config import InspectConfig
-from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, page, warn
+from rwkvclip_cli.console import EXIT_DONE, EXIT_FAILED, counted, page, warn
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.data.packing.samples import printable
@@ -87,7 +87,7 @@ def _prover(options: InspectConfig, beside: Beside) -> Prover | None:
 def _rebuild(options: InspectConfig, beside: Beside) -> Report:
     done = rebuild_indexes(beside)
     indexes = [{"index": printable(str(idx)), "records": count} for idx, count in done]
-    text = page(f"{each['index']}: {each['records']:,} records" for each in indexes)
+    text = page(f"{idx}: {counted(count, 'record')}" for idx, count in done)
     found = {"indexes": indexes, "records": sum(count for _, count in done)}
     return _report(options, "rebuild-index", found, text)
 
@@ -122,10 +122,10 @@ def _verdict_text(options: InspectConfig, beside: Beside, verdict: Verdict) -> s
     basis = [proved[options.proof], *(["content hash compared"] if verdict.hashed else [])]
     basis += [f"{' and '.join(verdict.lists_hashed)} compared with their hashes"] if verdict.lists_hashed else []
     basis += ["captions and images compared with their checksums"] if verdict.checksums else []
-    head = f"{name}: {verdict.records:,} records, {beside.size_bytes:,} bytes; {', '.join(basis)}"
+    head = f"{name}: {counted(verdict.records, 'record')}, {beside.size_bytes:,} bytes; {', '.join(basis)}"
     if verdict.is_sound:
         return page([head, "sound"])
-    lines = [head, f"{verdict.log.total:,} faults, {verdict.sound:,} records without one"]
+    lines = [head, f"{counted(verdict.log.total, 'fault')}, {counted(verdict.sound, 'record')} without one"]
     lines += [f"  {kind}: {count:,}" for kind, count in sorted(verdict.log.counts.items())]
     lines += [str(fault) for fault in verdict.log.first[:SHOWN_FAULTS]]
     if verdict.log.total > SHOWN_FAULTS:
@@ -141,7 +141,8 @@ def _salvage(options: InspectConfig, beside: Beside, prover: Prover | None) -> R
     assert options.salvage is not None
     saved = salvage(beside, prover, options.salvage)
     lost = sum(saved.lost.values())
-    lines = [f"{printable(saved.out)}: {saved.kept:,} records kept, {saved.before:,} of them before the first damage"]
+    kept = counted(saved.kept, "record")
+    lines = [f"{printable(saved.out)}: {kept} kept, {saved.before:,} of them before the first damage"]
     lines.append(f"lost: {lost:,}" + (", each named in the .rejects.jsonl beside it" if lost else ""))
     lines += [f"  {kind}: {count:,}" for kind, count in saved.lost.items()]
     found = asdict(saved) | {"out": printable(saved.out)}
@@ -152,9 +153,11 @@ def _export(options: InspectConfig, beside: Beside) -> Report:
     assert options.export is not None
     written = export(beside, options.export, options.records)
     folder = printable(written.folder)
-    lines = [f"{folder}: {written.count:,} images, each with its captions in a .json"]
+    lines = [f"{folder}: {counted(written.count, 'image')}, each with its captions in a .json"]
     if written.changed:
-        lines.append(f"captions that give other tokens when they are packed again: in {written.changed:,} records")
+        lines.append(
+            f"captions that give other tokens when they are packed again: in {counted(written.changed, 'record')}"
+        )
     return _report(options, "export", asdict(written) | {"folder": folder}, page(lines))
 
 
@@ -178,7 +181,7 @@ def _records(options: InspectConfig, beside: Beside) -> Report:
 def _summary(options: InspectConfig, beside: Beside) -> Report:
     found = summarize(beside)
     name, manifest = printable(options.data), found["manifest"]
-    lines = [f"{name}: {found['records']:,} records, {found['size_bytes']:,} bytes"]
+    lines = [f"{name}: {counted(found['records'], 'record')}, {found['size_bytes']:,} bytes"]
     shards = [part.shard.rec.name for part in beside.parts if part.name is not None]
     if shards:
         lines.append(f"  shards: {len(shards):,}, {shards[0]} to {shards[-1]}")

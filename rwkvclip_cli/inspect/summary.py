@@ -7,7 +7,7 @@
 import re
 from typing import Any
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, counted
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.images import read_header
 from rwkvclip_cli.data.packing.samples import BadImage
@@ -68,7 +68,7 @@ def _summarize_part(part: Part, beside: Beside) -> tuple[int, list[Fault]]:
     elif not records and size_bytes:
         log.add(Fault("index-missing", f"{part.idx.name} lists no record", shard=part.name))
     if part.shard.count not in (None, records) and part.name is not None:
-        message = f"it says {part.shard.count:,} records, {part.idx.name} lists {records:,}"
+        message = f"it says {counted(part.shard.count, 'record')}, {part.idx.name} lists {records:,}"
         log.add(Fault("manifest", message, shard=part.name))
     return records, log.first
 
@@ -87,7 +87,7 @@ def read_range(text: str, count: int) -> range:
         return range(count)[slice(int(first) if first else None, int(end) if end else None)]
     number = int(first)
     if not -count <= number < count:
-        raise UsageError(f"--records {text}: there are {count:,} records", f"--records 0:{min(count, 5)}")
+        raise UsageError(f"--records {text}: there are {counted(count, 'record')}", f"--records 0:{min(count, 5)}")
     return range(number % count, number % count + 1)
 
 

@@ -5,10 +5,11 @@ True
 """
 
 import hashlib
+import os
 from collections import deque
 from dataclasses import dataclass
 
-from rwkvclip_cli.console import progress
+from rwkvclip_cli.console import counted, progress
 from rwkvclip_cli.data.shards import beside as path_beside
 from rwkvclip_cli.inspect.check import Prover, check_records
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
@@ -54,7 +55,7 @@ def verify(beside: Beside, prover: Prover | None) -> Verdict:
             checksums += checked.origin is not None and checked.origin.checksum is not None
             if content is not None:
                 content.take_in(checked.part, checked.offset or 0)
-            bar.advance(1, f"{log.total:,} faults" if log.total else "")
+            bar.advance(1, counted(log.total, "fault") if log.total else "")
     if beside.fault:
         log.add(Fault("manifest", beside.fault))
     _check_manifest(beside, records, log)
@@ -67,12 +68,20 @@ def verify(beside: Beside, prover: Prover | None) -> Verdict:
 def _check_lists(beside: Beside, log: FaultLog) -> tuple[str, ...]:
     """Compare rejects and sources with the hashes that the manifest has, of an older version none; which were compared.
 
+    One that has a hash and is not there is a fault.
+
     Of the index each entry is compared with the records, so that other line ends are no fault.
     """
     compared = []
     for part, promised in beside.manifest.get("hashes", {}).items():
-        path = path_beside(beside.files.rec, part) if part in LISTS else None
-        if path is None or not path.is_file():
+        if part not in LISTS:
+            continue
+        path = path_beside(beside.files.rec, part)
+        if not path.is_file():
+            # That the list of sources is no file may have been told already.
+            if not log.counts[part]:
+                what = "is no regular file" if os.path.lexists(path) else "is not there"
+                log.add(Fault(part, f"{path.name} {what}, and the manifest has its hash"))
             continue
         compared.append(part)
         try:
@@ -156,7 +165,7 @@ def _check_manifest(beside: Beside, records: int, log: FaultLog) -> None:
     """Compare count and sizes with what the manifest says."""
     manifest = beside.manifest
     if manifest and manifest["count"] != records:
-        log.add(Fault("manifest", f"it counts {manifest['count']:,} records; {records:,} can be read"))
+        log.add(Fault("manifest", f"it counts {counted(manifest['count'], 'record')}; {records:,} can be read"))
     for part in beside.parts:
         if part.rec is not None and part.shard.size_bytes not in (None, size_bytes := part.rec.stat().st_size):
             message = f"it says {part.shard.size_bytes} bytes; {part.rec.name} has {size_bytes:,}"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from rwkvclip_cli import console
 from rwkvclip_cli.config import EvalConfig
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, counted
 from rwkvclip_cli.data.loader import LoaderSpec, eval_batches, loader_threads
 from rwkvclip_cli.data.packed import open_packed
 from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
@@ -187,7 +187,10 @@ def table(result: Retrieval) -> str:
     """The result as text: a row a direction, chance beside it, in per cent."""
     names = {"image_to_text": "image -> text", "text_to_image": "text -> image"}
     ks = "".join(f"{f'R@{k}':>8}" for k in RECALL_AT)
-    lines = [f"{result.count:,} pairs, {result.distinct_captions:,} distinct captions", f"{'':26}{ks}"]
+    lines = [
+        f"{counted(result.count, 'pair')}, {counted(result.distinct_captions, 'distinct caption')}",
+        f"{'':26}{ks}",
+    ]
     for title, values in (("", result.recall), ("  shuffled", result.chance)):
         for direction in DIRECTIONS:
             row = "".join(f"{100 * values[f'{direction}/recall@{k}']:7.2f}%" for k in RECALL_AT)

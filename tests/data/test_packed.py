@@ -41,7 +41,7 @@ def test_an_epochs_index_holds_the_window_alone_each_range_in_a_file_of_its_own(
         ("a.idx", "", "the index is empty"),
         ("a.idx", "0\t0\nx\t5\n", "line 2"),
         ("a.idx", "0\t0\n1\t99999999\n", "offset 99,999,999 lies outside"),
-        ("a.idx", "0\t0\n", "lists 1 records, a.manifest.json says 3"),
+        ("a.idx", "0\t0\n", "lists 1 record, a.manifest.json says 3"),
         ("a.manifest.json", "{", "damaged manifest"),
         ("a.manifest.json", "{}", "damaged manifest"),
     ],

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from inspect_files import copy_set, flip_bit, offsets, verified
 
+from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import RwkvClipError
+from rwkvclip_cli.data.packed import open_packed
+from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.shards import locate
 from rwkvclip_cli.inspect.files import read_beside
 from rwkvclip_cli.inspect.index import read_listing, rebuild_indexes
@@ -55,6 +58,35 @@ def test_keys_of_other_records(packed, tmp_path, lines) -> None:
     keys[4], keys[5] = keys[5], keys[4]
     text = "".join(f"{key}\t{offset}\n" for key, offset in zip(keys, offsets(packed), strict=True))
     assert faults_with(packed, tmp_path, text) == [("index-order", 6, None)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"), [(range(1, 9), range(1, 9)), ([0, 1, 2, 5, 6, 7, 8, 9], range(4, 9)), (range(8), ())], ids=str
+)
+def test_rising_keys_that_are_no_numbers_of_records(packed, tmp_path, keys, wrong) -> None:
+    text = "".join(f"{key}\t{offset}\n" for key, offset in zip(keys, offsets(packed), strict=True))
+    assert faults_with(packed, tmp_path, text) == [("index-key", line, None) for line in wrong]
+    rec = tmp_path / packed.name
+    assert open_packed(rec).offsets.tolist() == offsets(packed), "training goes by the offsets alone"
+    rebuilt(rec)
+    assert verified(rec, None).is_sound
+
+
+def test_keys_of_a_set_that_others_wrote_are_theirs(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path, ("rec",))
+    text = "".join(f"{key}\t{offset}\n" for key, offset in enumerate(offsets(packed), 1000))
+    rec.with_suffix(".idx").write_text(text)
+    assert verified(rec, None).is_sound
+
+
+def test_keys_begin_anew_in_every_shard(packed, tmp_path) -> None:
+    source = str(packed.parent / "imgs")
+    pack(PackConfig(sources=(source,), out=str(tmp_path / "o.rec"), workers=1, proof="none", shard_size=5))
+    index = tmp_path / "o-00001.idx"
+    index.write_text("".join(f"{key}\t{offset}\n" for key, offset in enumerate(offsets(index), 5)))
+    for name in ("o.rec", "o-00001.rec"):
+        log = verified(tmp_path / name, None).log
+        assert [(fault.kind, fault.line) for fault in log.first] == [("index-key", line) for line in (1, 2, 3)]
 
 
 def test_shifted_offsets_are_foreign_and_their_records_missing(packed, tmp_path) -> None:

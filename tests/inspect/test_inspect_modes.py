@@ -1,5 +1,6 @@
 """The modes of `rwkvclip inspect`, as documents, as text and as the command line gives them."""
 
+import dataclasses
 import json
 import os
 import re
@@ -16,8 +17,10 @@ from rwkvclip_cli import cli
 from rwkvclip_cli.config import InspectConfig, PackConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import open_packed
-from rwkvclip_cli.data.packing.output import SUFFIXES
+from rwkvclip_cli.data.packing.journal import READING, Journal
+from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
 from rwkvclip_cli.data.packing.pack import pack
+from rwkvclip_cli.data.packing.reading import Position
 from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record, unpack_record
 from rwkvclip_cli.inspect import inspect_data
 from rwkvclip_cli.inspect.summary import read_range
@@ -229,6 +232,28 @@ def test_a_list_that_was_changed_is_told(packed, tmp_path, name) -> None:
     assert fault["message"].endswith(sha256(before).hexdigest())
 
 
+@pytest.mark.parametrize("part", ["rejects", "sources"])
+@pytest.mark.parametrize(("is_folder", "said"), [(False, "is not there"), (True, "is no regular file")])
+def test_a_list_that_the_manifest_has_a_hash_of_is_missed(packed, tmp_path, part, is_folder, said) -> None:
+    rec = copy_set(packed, tmp_path, [name for name in SUFFIXES if name != part])
+    if is_folder:
+        (tmp_path / f"pairs{SUFFIXES[part]}").mkdir()
+    report = inspect_data(InspectConfig(data=str(rec), verify=True, proof="none"))
+    assert report.exit_code == 1
+    (fault,) = report.document["faults"]
+    assert fault["kind"] == part
+    assert fault["message"].startswith(f"pairs{SUFFIXES[part]} {said}")
+    assert part not in report.document["lists_checked"]
+
+
+def test_one_shard_alone_needs_no_list_of_all(packed, tmp_path) -> None:
+    config = PackConfig(sources=(str(packed.parent / "imgs"),), out=str(tmp_path / "o.rec"), workers=1, proof="none")
+    pack(dataclasses.replace(config, shard_size=5))
+    (tmp_path / "o.rejects.jsonl").unlink()
+    assert verified(tmp_path / "o-00001.rec", None).is_sound
+    assert [fault.kind for fault in verified(tmp_path / "o.rec", None).log.first] == ["rejects"]
+
+
 def test_a_manifest_without_hashes_of_the_lists_is_one_of_an_older_version(packed, tmp_path) -> None:
     rec = copy_set(packed, tmp_path)
     path = rec.with_suffix(SUFFIXES["manifest"])
@@ -396,3 +421,50 @@ def test_what_stands_in_the_place_of_a_file_is_a_fault(packed, tmp_path, part, m
     verdict = verified(rec, None)
     assert verdict.log.counts[part] == 1
     assert "is no regular file" in str(verdict.log.first[0])
+
+
+def test_salvage_leaves_an_unfinished_pack_of_that_name_alone(packed, prove, tmp_path):
+    out = tmp_path / "o.rec"
+    with OutputSet(str(out), overwrite=False) as output:
+        output.start()
+        output.keep(Journal({}, READING, Position(), [], output.flush(), {"count": 1}))
+    with pytest.raises(
+        UsageError, match=r"there is an unfinished pack of 1 record and 0 rejects, last written"
+    ) as error:
+        salvaged(packed, prove, out)
+    assert error.value.hint == "another name"
+    assert (tmp_path / ".o.rec.partial" / "journal.json").is_file()
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "o-00001.rec").unlink()
+
+
+def lose_all(folder: Path) -> None:
+    for path in folder.glob("o*"):
+        path.unlink()
+
+
+def put_a_folder(folder: Path) -> None:
+    (folder / "o-00001.rec").unlink()
+    (folder / "o-00001.rec").mkdir()
+
+
+@pytest.mark.parametrize(("damage", "code"), [(lose_a_shard, 1), (put_a_folder, 1), (lose_all, 2)])
+@pytest.mark.parametrize("mode", [[], ["--verify", "--proof", "none"], ["--plan", "--batch-size", "2"]], ids=" ".join)
+def test_a_bad_set_ends_every_mode_with_the_same_code(packed, tmp_path, mode, damage, code) -> None:
+    source = str(packed.parent / "imgs")
+    pack(PackConfig(sources=(source,), out=str(tmp_path / "o.rec"), workers=1, proof="none", shard_size=5))
+    damage(tmp_path)
+    done = run_cli("inspect", tmp_path / "o.rec", *mode)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_one_of_a_thing_is_said_as_one(tmp_path) -> None:
+    rec = write_packed(tmp_path / "a.rec", 1)
+    assert inspect_data(InspectConfig(data=str(rec))).text.startswith(f"{rec}: 1 record, ")
+    (tmp_path / "a.idx").write_text("7\t0\n8\t0\n")
+    assert "\n1 fault, " in inspect_data(InspectConfig(data=str(rec), verify=True, proof="none")).text
+    rec.with_suffix(".idx").write_text("0\t0\n")
+    plan = inspect_data(InspectConfig(data=str(rec), plan=True, batch_size=1, epochs=1)).text
+    assert plan.startswith("1 record, 1 rank x 1 pair = 1 a step\nsteps: 1 an epoch, 1 in 1 epoch, 1 pair\n")

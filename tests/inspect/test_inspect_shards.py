@@ -199,6 +199,7 @@ def test_shards_behind_one_that_lost_records_keep_their_numbers(sharded, prove) 
         ("content-hash", "out-00000.rec", None),
         ("manifest", None, None),
         ("manifest", "out-00000.rec", None),
+        ("sources", None, None),
     ]
 
 

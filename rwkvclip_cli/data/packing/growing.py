@@ -17,7 +17,7 @@ from rwkvclip_cli.console import UsageError, cannot_write
 from rwkvclip_cli.data.packing.samples import printable
 
 BLOCK_BYTES = 1 << 20
-ANEW = "the same command without --resume starts anew"
+ANEW = "--overwrite in place of --resume starts anew"
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,18 @@ class GrowingFile:
         self.size_bytes = done.size_bytes if done else 0
         self._is_written = True
         self._hash = FollowingHash(path)
-        try:
-            if done:
-                self._hash.check(done)
-            self._file: BinaryIO = open(path, "r+b" if done else "w+b")  # noqa: SIM115 - closed by its owner
-            if done:
-                self._file.truncate(self.size_bytes)
-                self._file.seek(self.size_bytes)
-        except OSError as error:
-            self._refuse(error)
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._hash.close)
+            try:
+                if done:
+                    self._hash.check(done)
+                self._file: BinaryIO = opened.enter_context(open(path, "r+b" if done else "w+b"))
+                if done:
+                    self._file.truncate(self.size_bytes)
+                    self._file.seek(self.size_bytes)
+            except OSError as error:
+                self._refuse(error)
+            opened.pop_all()  # now its owner closes it
 
     def append(self, data: bytes) -> None:
         """Write at the end."""

@@ -7,6 +7,7 @@ nothing. So a picture is decoded over one fill and, where a pixel may be that fi
 differ then are not the picture's.
 """
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
+from rwkvclip_cli.data.packing.jpeg import OTHER_SURPLUS, SURPLUS, lengthen_scans, walk_jpeg
 from rwkvclip_cli.data.packing.samples import BadImage
 
 JPEG_FORMATS = ("JPEG", "MPO")  # an MPO is a JPEG, followed by further views
 STRIP_PIXELS = 2**21
+
+# TIFF 6.0 and its Technical Note 2: offsets and sizes of strips, or of tiles.
+TIFF_COMPRESSION, TIFF_JPEG, TIFF_JPEG_TABLES = 259, 7, 347
+TIFF_PLACES = ((273, 279), (324, 325))
+JPEG_END = b"\xff\xd9"
+SURPLUSES = (SURPLUS, OTHER_SURPLUS[0])
+
+# The palette of a PCX of 256 colours is behind everything else: a mark and three bytes a colour.
+PCX_PALETTE_KIND_AT, PCX_GREY = 68, b"\2\0"
+PCX_PALETTE_MARK, PCX_PALETTE_BYTES = b"\x0c", 769
 
 # The first is a colour that few pictures have, opaque.
 FIRST_FILL = (171, 3, 213, 255)
@@ -66,6 +78,8 @@ def _filling(fill: tuple[int, ...]) -> Iterator[_Fills]:
         ordinary(image)
         if image.format in JPEG_FORMATS:
             return
+        if check := CHECKS.get(str(image.format)):
+            check(image)
         extents = [tile.extents for tile in image.tile]
         # The first frame of a GIF may cover a part of the picture alone.
         boxes = extents if image.format == "GIF" else [(0, 0, *image.im.size)]
@@ -73,15 +87,58 @@ def _filling(fill: tuple[int, ...]) -> Iterator[_Fills]:
             image.im.paste(_ink(image.mode, fill), box)
             fills.modes.append(image.mode)
         fills.has_planes |= len(set(extents)) < len(extents)
-        # Bytes 0 to 7 are the header: so GDAL marks a strip or tile that a sparse file leaves out.
-        if image.format == "TIFF" and any(tile.codec_name == "raw" and tile.offset == 0 for tile in image.tile):
-            raise BadImage("truncated-image", "a strip or tile of it is left out")
 
     ImageFile.ImageFile.load_prepare = prepare  # type: ignore[method-assign, assignment]
     try:
         yield fills
     finally:
         ImageFile.ImageFile.load_prepare = ordinary  # type: ignore[method-assign]
+
+
+def _check_tiff(image: Any) -> None:
+    """Refuse a TIFF of which a strip or tile is left out, or is a JPEG whose scan gives fewer rows than it claims."""
+    # Bytes 0 to 7 are the header: so GDAL marks a strip or tile that a sparse file leaves out.
+    if any(tile.codec_name == "raw" and tile.offset == 0 for tile in image.tile):
+        raise BadImage("truncated-image", "a strip or tile of it is left out")
+    tags = image.tag_v2
+    if tags.get(TIFF_COMPRESSION) != TIFF_JPEG:
+        return
+    tables = tags.get(TIFF_JPEG_TABLES, b"")
+    for places in TIFF_PLACES:
+        for offset, count in zip(*(tags.get(tag, ()) for tag in places), strict=False):
+            image.fp.seek(offset)
+            if _lacks_data(tables[:-2] + image.fp.read(count)[2:] if tables else image.fp.read(count)):
+                raise BadImage("truncated-image", "the data of a JPEG strip or tile ends before its rows do")
+
+
+def _lacks_data(jpeg: bytes) -> bool:
+    """Whether a JPEG is another picture with bits behind its scans. What cannot be read is for others to judge."""
+    walk = walk_jpeg(jpeg)
+    if walk.fault:  # perhaps of its end mark alone
+        walk = walk_jpeg(jpeg + JPEG_END)
+    try:
+        longer = [lengthen_scans(walk, surplus) for surplus in SURPLUSES]
+        pixels = [_array(Image.open(io.BytesIO(data))) for data in (walk.data, *longer)]
+    except (OSError, SyntaxError, ValueError, BadImage):
+        return False
+    return not all(np.array_equal(pixels[0], each) for each in pixels[1:])
+
+
+def _check_pcx(image: Any) -> None:
+    """Refuse a PCX of 256 colours without all of its palette, which Pillow takes for grey or reads from the picture."""
+    if image.tile[0].args[0] not in ("L", "P"):
+        return
+    image.fp.seek(PCX_PALETTE_KIND_AT)
+    is_grey = image.fp.read(2) == PCX_GREY
+    end = image.fp.seek(0, io.SEEK_END) - PCX_PALETTE_BYTES
+    image.fp.seek(max(end, 0))
+    if end >= 0 and image.fp.read(1) == PCX_PALETTE_MARK:
+        image.fp.truncate(end)  # what is the palette's is none of the picture's
+    elif not is_grey:
+        raise BadImage("truncated-image", "its palette is cut off, or not at its end")
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {"TIFF": _check_tiff, "PCX": _check_pcx}
 
 
 def _ink(mode: str, fill: tuple[int, ...]) -> int | tuple[int, ...]:

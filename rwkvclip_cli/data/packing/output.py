@@ -11,11 +11,12 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
@@ -68,6 +69,18 @@ class OutputSet:
         if self._is_unreadable:
             raise cannot_continue(self._aside / JOURNAL, "it is damaged, or of another release of rwkvclip")
 
+    def refuse_unfinished(self, instead: str) -> None:
+        """Raise UsageError, with the hint `instead`, where an unfinished pack lies there and is not to be replaced."""
+        if self._overwrite or (self.journal is None and not self._is_unreadable):
+            return
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime((self._aside / JOURNAL).stat().st_mtime))
+        what = "with a damaged journal, or one of another release"
+        if self.journal is not None:
+            tally = self.journal.tally
+            records, rejects = tally.get("count", 0), sum(tally.get("reasons", {}).values())
+            what = f"of {counted(records, 'record')} and {counted(rejects, 'reject')}"
+        raise UsageError(f"{self._out}: there is an unfinished pack {what}, last written at {when}", instead)
+
     def refuse_existing(self) -> None:
         """Raise UsageError where files of a set are there and are not to be replaced, or cannot be."""
         for path in (*self.final.values(), *(self._folder / name for name in self.old_names())):
@@ -94,10 +107,14 @@ class OutputSet:
         return all(path.is_file() for path in others) and all(rec.stat().st_size == size for rec, size in recs)
 
     def start(self, journal: Journal | None = None, *, in_scratch: bool = False) -> None:
-        """Make the partial files, or cut those that there are to what `journal` says. UsageError where OUT exists.
+        """Make the partial files, or cut those that there are to what `journal` says.
+
+        UsageError where OUT exists, or an unfinished pack of it that `journal` does not continue.
 
         `in_scratch`: records and sources go to `scratch` first.
         """
+        if journal is None:
+            self.refuse_unfinished(self._instead)
         self.refuse_existing()
         self._is_started = True
         self.journal = journal

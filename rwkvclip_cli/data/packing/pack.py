@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig, retype
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, page, progress, say, warn
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, counted, page, progress, say, warn
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
@@ -75,7 +75,7 @@ class PackSummary:
     def text(self) -> str:
         """All of it, for people."""
         out = printable(self.out)
-        lines = [f"{out}: {self.count:,} records, {self.size_bytes:,} bytes"]
+        lines = [f"{out}: {counted(self.count, 'record')}, {self.size_bytes:,} bytes"]
         if self.shards:
             first, last = (shard_names(Path(self.out), number)[0] for number in (0, self.shards - 1))
             lines.append(f"  files: {self.shards:,}, {printable(first)} to {printable(last)}")
@@ -120,7 +120,10 @@ def pack(config: PackConfig) -> PackSummary:
     be packed or the disk refuses, UnableError without mxnet.
     """
     if not config.sources:
-        raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
+        if Path(config.out).suffix == ".rec" or not config.out:
+            raise UsageError("nothing to pack: no source given", f"rwkvclip pack FOLDER {config.out or 'OUT.rec'}")
+        completed = retype("pack", config, sources=(config.out,), out="OUT.rec")
+        raise UsageError(f"no OUT.rec is given, to which {printable(config.out)} would be packed", completed)
     if config.resume and config.writer == "mxnet":
         raise UsageError("--resume: mxnet cannot continue a file", "--writer native, which writes the same bytes")
     with (
@@ -135,6 +138,9 @@ def pack(config: PackConfig) -> PackSummary:
             if change := _change_since(config, output, done):
                 warn(change)
             return done
+        if not config.resume:
+            command = retype("pack", config, resume=True)
+            output.refuse_unfinished(f"{command} continues it, --overwrite throws it away")
         output.refuse_existing()
         if config.seed and not config.shuffle:
             warn("--seed draws the order of --shuffle, which is not given: the records stay in their sources' order")
@@ -194,12 +200,12 @@ class _Pack:
     def _say_where_it_starts(self) -> None:
         out, tally = printable(self._config.out), self._tally
         if self._journal:
-            say(f"continuing {out} after {tally.count:,} records and {tally.rejects:,} rejects")
+            say(f"continuing {out} after {counted(tally.count, 'record')} and {counted(tally.rejects, 'reject')}")
         elif self._config.resume:
             say(f"--resume: there is no unfinished pack of {out}; starting from the beginning")
         elif self._output.journal:
             count = self._output.journal.tally["count"]
-            say(f"an unfinished pack of {out} ({count:,} records) is thrown away; --resume would have continued it")
+            say(f"--overwrite: an unfinished pack of {out} ({counted(count, 'record')}) is thrown away")
 
     def _read(self, done: list[PairExtent]) -> tuple[list[PairExtent], str]:
         """Pack the inputs that are left; what the .rec files hold, and the hash of all of them."""
@@ -352,7 +358,8 @@ def _told_how_to_continue(config: PackConfig, output: OutputSet) -> Iterator[Non
         yield
     except BaseException as error:
         if output.is_kept and output.journal and not isinstance(error, UsageError):
-            kept = f"{output.journal.tally['count']:,} records are kept"
+            count = output.journal.tally["count"]
+            kept = f"{counted(count, 'record')} {'is' if count == 1 else 'are'} kept"
             command = retype("pack", config, resume=True)
             if isinstance(error, RwkvClipError):
                 error.message += f"; {kept}"
@@ -464,7 +471,7 @@ def _nothing_packed(config: PackConfig, tally: Tally) -> RwkvClipError:
         return RwkvClipError(f"nothing to pack: no image in {shown}", "rwkvclip pack --help")
     counts = ", ".join(f"{reason} {count:,}" for reason, count in tally.reasons.most_common())
     return RwkvClipError(
-        f"nothing could be packed: all {tally.rejects:,} inputs of {shown} are rejected ({counts}):",
+        f"nothing could be packed: {counted(tally.rejects, 'input')} of {shown}, every one rejected ({counts}):",
         "rwkvclip pack --help",
         details=[f"  {printable(message)}" for message in tally.messages],
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rwkvclip_cli.console import UnableError, UsageError
-from rwkvclip_cli.data.packing.samples import Item, Reject, SourceOptions
+from rwkvclip_cli.data.packing.samples import Item, Reject, SourceOptions, open_at_once
 from rwkvclip_cli.data.packing.tables import SHOWN_CHARACTERS, Columns, find_columns, sample_of
 
 SUFFIX = ".parquet"
@@ -30,8 +30,7 @@ def is_parquet(path: str) -> bool:
     if path.lower().endswith(SUFFIX):
         return True
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
+        with open_at_once(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -370,9 +370,16 @@ def _read_lengthened(picture: _Picture, options: ImageOptions) -> RGB:
     if picture.probes and _lacks_data(picture.probes):
         raise BadImage("truncated-image", MISSING)
     try:
-        return read_rgb(lengthen_scans(picture.walk), options.max_pixels)
+        rgb = read_rgb(lengthen_scans(picture.walk), options.max_pixels)
     except BadImage:  # markers that are out of place: whatever is wrong, the bytes as they are tell it better
         return read_rgb(picture.data, options.max_pixels)
+    # What a decoder makes up for a scan's last bits may be the picture that the surplus gives: of the cuts in the last
+    # bytes of a progressive scan, 40 in 7,795. With other bits behind it 1 is left.
+    if not picture.probes and not is_same(
+        rgb, read_rgb(lengthen_scans(picture.walk, OTHER_SURPLUS[0]), options.max_pixels)
+    ):
+        raise BadImage("truncated-image", MISSING)
+    return rgb
 
 
 def _read_whole(picture: _Picture, options: ImageOptions) -> RGB:

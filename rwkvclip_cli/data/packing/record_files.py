@@ -8,12 +8,13 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rwkvclip_cli.console import UsageError, progress
+from rwkvclip_cli.console import progress
 from rwkvclip_cli.data.packing.growing import BLOCK_BYTES, Extent, FollowingHash, cannot_continue
 from rwkvclip_cli.data.packing.writers import Writer, open_writer
 from rwkvclip_cli.data.recordio import Written
@@ -59,23 +60,23 @@ class RecordFiles:
             self._continue(done)
 
     def _continue(self, done: Sequence[PairExtent]) -> None:
-        megabytes = sum(shard.rec.size_bytes for shard in done) // BLOCK_BYTES
-        with progress(megabytes, "checking what was packed", "MiB") as bar:
-            for number, shard in enumerate(done):
-                self._close_hashes()
-                rec, idx = self._paths(number)
-                self._rec_hash, self._idx_hash = FollowingHash(rec, self._sha256), FollowingHash(idx)
-                try:
+        last = done[-1]
+        blocks = sum(-(-shard.rec.size_bytes // BLOCK_BYTES) for shard in done)
+        with ExitStack() as opened:
+            opened.callback(self._close_hashes)
+            with progress(blocks, "checking what was packed", "MiB") as bar:
+                for number, shard in enumerate(done):
+                    self._close_hashes()
+                    rec, idx = self._paths(number)
+                    self._rec_hash, self._idx_hash = FollowingHash(rec, self._sha256), FollowingHash(idx)
                     self._rec_hash.check(shard.rec, bar.advance)
                     self._idx_hash.check(shard.idx)
                     for path, extent in ((rec, shard.rec), (idx, shard.idx)):
                         _cut(path, extent)
-                except UsageError:
-                    self._close_hashes()
-                    raise
-        last = done[-1]
+            after = Written(last.count, last.rec.size_bytes, last.idx.size_bytes)
+            self._writer = open_writer(self._kind, rec, idx, after)
+            opened.pop_all()  # now `__exit__` closes them
         self._in_shard = last.count
-        self._writer = open_writer(self._kind, rec, idx, Written(last.count, last.rec.size_bytes, last.idx.size_bytes))
 
     def write(self, labels: "array[float]", image: bytes) -> None:
         """Append a record: float32 token ids of all slots, then the JPEG."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rwkvclip_cli import __version__
 from rwkvclip_cli.config import PackConfig, option_fields, option_name
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import UsageError, counted
 from rwkvclip_cli.data.packing.growing import ANEW
 from rwkvclip_cli.data.packing.reading import Part, look_at, parts_of
 from rwkvclip_cli.data.packing.samples import SourceOptions, printable
@@ -76,32 +76,35 @@ def changed_since(
 ) -> str:
     """How the sources differ from those of a pack of so many inputs that was finished at `when_ns`; "" if in nothing.
 
-    For that the times of all files are looked at, and inputs are counted where this reads no more than names. Raises
+    For that the times of all files are looked at, and inputs are counted where this reads no more than names. A file
+    may be older than the pack and yet have come after it: then the system's own time of its last change tells. Raises
     UsageError for a source that is gone.
     """
     parts = parts_of(found) + ([look_at("tokens", tokens)] if tokens else [])
+    replaced = ""
     for part in parts:
-        files = _files_below(part.path, options) if part.changed_ns is None else [(part.path, part.changed_ns)]
-        for path, changed_ns in files:
-            if changed_ns > when_ns:
-                return f"{printable(path)} has changed since"
+        for path in _files_below(part.path, options) if part.changed_ns is None else [part.path]:
+            with contextlib.suppress(OSError):  # a link that leads nowhere
+                status = os.stat(path)
+                if status.st_mtime_ns > when_ns:
+                    return f"{printable(path)} has changed since"
+                if status.st_ctime_ns > when_ns:
+                    replaced = replaced or path
     counts = [count(path, options) for path, kind in found if (count := KINDS[kind].count_inputs)]
     if len(counts) == len(found) and sum(counts) != inputs:
-        return f"the sources now hold {sum(counts):,} inputs, {inputs:,} were packed or rejected"
-    return ""
+        return f"the sources now hold {counted(sum(counts), 'input')}, {inputs:,} were packed or rejected"
+    return f"{printable(replaced)} was replaced since, or its name or permissions were changed" if replaced else ""
 
 
-def _files_below(folder: str, options: SourceOptions) -> Iterator[tuple[str, int]]:
-    """The files that may be inputs, each with the time of its last change; none of those behind a link to a folder."""
+def _files_below(folder: str, options: SourceOptions) -> Iterator[str]:
+    """The files that may be inputs; none of those behind a link to a folder."""
     for above, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         real = os.path.realpath(above)
         for name in names:
             path = os.path.join(above, name)
-            if name.startswith(".") or os.path.join(real, name) in options.skip:
-                continue
-            with contextlib.suppress(OSError):  # a link that leads nowhere
-                yield path, os.stat(path).st_mtime_ns
+            if not name.startswith(".") and os.path.join(real, name) not in options.skip:
+                yield path
 
 
 def _differs(how: str) -> UsageError:

@@ -12,6 +12,7 @@ gives what `flush` told: what was appended later is cut off.
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,8 +36,11 @@ class Seen:
     """The pictures and captions that a pack has written, as `done` (what `flush` returned) says, and further ones."""
 
     def __init__(self, folder: Path, *, dedupe: bool, done: Mapping[Path, Extent] = NOTHING) -> None:
-        self._captions = GrowingFile(folder / CAPTIONS, done.get(folder / CAPTIONS))
-        self._pictures = SeenPictures(folder, done) if dedupe else None
+        with ExitStack() as opened:
+            self._captions = GrowingFile(folder / CAPTIONS, done.get(folder / CAPTIONS))
+            opened.callback(self._captions.abandon)
+            self._pictures = SeenPictures(folder, done) if dedupe else None
+            opened.pop_all()  # now `__exit__` closes them
 
     def sift(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         """Yield the outcomes, those that show the picture of an earlier record as rejects. Never reads ahead."""
@@ -89,13 +93,20 @@ class SeenPictures:
 
     def __init__(self, folder: Path, done: Mapping[Path, Extent] = NOTHING) -> None:
         self._table = _Table()
-        self._entries = GrowingFile(folder / PICTURES, done.get(folder / PICTURES))
+        with ExitStack() as opened:
+            self._entries = GrowingFile(folder / PICTURES, done.get(folder / PICTURES))
+            opened.callback(self._entries.abandon)
+            self._names = GrowingFile(folder / NAMES, done.get(folder / NAMES))
+            opened.callback(self._names.abandon)
+            self._fill_table()
+            opened.pop_all()  # now `close` does it
+
+    def _fill_table(self) -> None:
         step_bytes = FIRST_SLOTS * self.ENTRY_BYTES
         for start in range(0, self._entries.size_bytes, step_bytes):
             block = self._entries.read(start, step_bytes)
             for at in range(0, len(block), self.ENTRY_BYTES):
                 self._table.add(int.from_bytes(block[at : at + WORD_BYTES], "little"))
-        self._names = GrowingFile(folder / NAMES, done.get(folder / NAMES))
 
     def add(self, digest: bytes, source: str) -> str | None:
         """The source of the first picture of that digest; None for a new one, which is now the first."""

@@ -1,13 +1,17 @@
 """Files that grow, are cut to what was written down of them, and are refused where they are something else."""
 
 import hashlib
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import Progress, RwkvClipError, UsageError, progress
+from rwkvclip_cli.data.packing import record_files
 from rwkvclip_cli.data.packing.growing import ANEW, Extent, FollowingHash, GrowingFile, check_extent
+from rwkvclip_cli.data.packing.record_files import RecordFiles
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped": lambda path: path.write_bytes(b"abcdf"),
@@ -66,3 +70,31 @@ def test_a_file_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
         with pytest.raises(RwkvClipError, match=r"cannot write .*log: No such file or directory") as fault:
             GrowingFile(folder / "log")
         assert fault.value.hint == f"ls -ld {tmp_path}"
+
+
+def test_the_check_of_what_was_packed_comes_to_its_total_and_not_beyond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar counts what is read, a MiB at most at a time, of every file."""
+
+    def paths(number: int) -> tuple[Path, Path]:
+        return tmp_path / f"{number}.rec", tmp_path / f"{number}.idx"
+
+    labels = array("f", [49406.0])
+    with RecordFiles("native", paths, 2) as files:
+        for size_bytes in (100, 3 << 19, 10, 20, 30):
+            files.write(labels, bytes(size_bytes))
+        done = files.flush()
+    assert done is not None
+    totals, counts = [], []
+
+    @contextmanager
+    def spied(total: int, what: str, unit: str) -> Iterator[Progress]:
+        totals.append(total)
+        with progress(total, what, unit) as bar:
+            yield bar
+            counts.append(bar.done)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(record_files, "progress", spied)
+    with RecordFiles("native", paths, 2, done):
+        assert totals == counts == [2 + 1 + 1]

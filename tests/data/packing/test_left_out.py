@@ -161,6 +161,59 @@ def test_other_formats_whose_data_ends_early(kind: str) -> None:
     assert is_cut(SHORT[kind])
 
 
+def coloured_pcx(**options: object) -> bytes:
+    return encoded(noise().convert("P", palette=Image.Palette.ADAPTIVE), "PCX", **options)
+
+
+def test_a_pcx_without_all_of_its_palette() -> None:
+    whole = coloured_pcx()
+    assert not is_cut(whole)
+    expected = noise().convert("P", palette=Image.Palette.ADAPTIVE).convert("RGB")
+    assert np.array_equal(read_rgb(whole), np.asarray(expected))
+    for missing in range(1, len(whole) - 128):
+        assert is_cut(whole[:-missing]), missing
+    assert is_cut(whole + b"\0"), "the palette is looked for at the end"
+
+
+def test_pixels_of_a_pcx_that_look_like_a_palette_are_none() -> None:
+    """A cut may leave a byte of the picture where the mark of the palette belongs."""
+    colours = Image.new("P", (WIDTH, 64), 12)
+    colours.putpalette(bytes(range(255, -1, -1)) * 3)
+    whole = encoded(colours, "PCX")
+    assert not is_cut(whole)
+    cuts = [cut for cut in range(1, 128) if whole[:-cut][-769:][:1] == b"\x0c"]
+    assert len(cuts) > 20
+    assert all(is_cut(whole[:-cut]) for cut in cuts)
+
+
+def test_a_grey_pcx_needs_no_palette() -> None:
+    whole = encoded(noise().convert("L"), "PCX")
+    assert not is_cut(whole)
+    grey = whole[:68] + b"\2" + whole[69:-769]
+    assert np.array_equal(read_rgb(grey), read_rgb(whole))
+
+
+@pytest.mark.parametrize("rows", [64, 72, 128])
+@pytest.mark.parametrize("quality", [50, 95])
+def test_a_jpeg_strip_of_a_tiff_that_claims_more_rows(rows: int, quality: int) -> None:
+    """The sizes in the directory and in the strip's frame header are raised from 64 rows."""
+    options = {"compression": "jpeg", "quality": quality, "tiffinfo": {278: 64}, "strip_size": 48 * 3 * 64}
+    data = bytearray(encoded(noise((48, 64)), "TIFF", **options))
+    directory = int.from_bytes(data[4:8], "little")
+    for number in range(int.from_bytes(data[directory : directory + 2], "little")):
+        at = directory + 2 + 12 * number
+        if int.from_bytes(data[at : at + 2], "little") in (257, 278):
+            struct.pack_into("<H", data, at + 8, rows)
+    frame = data.index(b"\xff\xc0\x00\x11\x08")
+    assert data[frame + 5 : frame + 7] == b"\0\x40"
+    struct.pack_into(">H", data, frame + 5, rows)
+    assert read_rows(bytes(data)) == (rows if rows == 64 else "truncated-image")
+
+
+def read_rows(data: bytes) -> int | str:
+    return reason_of(data) or len(read_rgb(data))
+
+
 def test_what_the_short_ones_were_made_from_is_whole() -> None:
     assert not is_cut(tiff_of(lambda tag, values: values))
     assert not is_cut(jpeg_2000_without(slice(0, 0)))

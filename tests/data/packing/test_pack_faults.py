@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import run_cli
-from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, photo, write, write_tar
+from pack_files import HALTING, SUFFIXES, family, files_of, folder_of, halted, open_descriptors, photo, write, write_tar
 
 import rwkvclip_cli.data.packing.pack as packing
 from rwkvclip_cli.config import PackConfig
@@ -78,19 +78,41 @@ def test_a_pack_that_is_told_to_end_says_how_to_go_on(tmp_path, number, code):
     assert files_of(out) == undisturbed(source)
 
 
-def test_without_resume_an_unfinished_pack_is_thrown_away_in_so_many_words(tmp_path, capsys):
+def test_an_unfinished_pack_is_thrown_away_with_overwrite_alone_and_in_so_many_words(tmp_path, capsys):
     source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    (source / "000a.jpg").write_bytes(photo())  # without a caption
     with halted(20, source, out) as pack_:
         pack_.end(signal.SIGKILL)
-    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none")
-    with pytest.raises(UsageError):
-        pack(dataclasses.replace(config, sources=(f"{source}x",)))
     partial = tmp_path / ".o.rec.partial"
-    assert partial.is_dir(), "a mistyped command threw the work away"
+    kept = {path: path.read_bytes() for path in partial.iterdir()}
+    written = time.localtime((partial / "journal.json").stat().st_mtime)
+    command = ["pack", str(source), str(out), "--proof", "none", "--workers", "1"]
+    done = run_cli(*command)
+    assert (done.returncode, done.stdout) == (2, "")
+    fault, hint = done.stderr.splitlines()
+    count = json.loads((partial / "journal.json").read_text().partition(" ")[2])["tally"]["count"]
+    assert fault == (
+        f"rwkvclip: {out}: there is an unfinished pack of {count} records and 1 reject, last written at "
+        f"{time.strftime('%Y-%m-%d %H:%M', written)}"
+    )
+    assert hint == f"  try: rwkvclip {' '.join(command)} --resume continues it, --overwrite throws it away"
+    config = PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none", overwrite=True)
+    with pytest.raises(UsageError, match="no such folder or file"):
+        pack(dataclasses.replace(config, sources=(f"{source}x",)))
+    assert {path: path.read_bytes() for path in partial.iterdir()} == kept, "a mistyped command threw the work away"
     pack(config)
-    assert "records) is thrown away; --resume would have continued it" in capsys.readouterr().err
+    assert f"--overwrite: an unfinished pack of {out} ({count} records) is thrown away" in capsys.readouterr().err
     assert files_of(out) == undisturbed(source)
     assert not partial.exists()
+
+
+def test_an_unfinished_pack_over_an_old_set_is_told_before_the_old_set(tmp_path):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    out.write_text("old")
+    with halted(20, source, out, "--overwrite") as pack_:
+        pack_.end(signal.SIGKILL)
+    with pytest.raises(UsageError, match="there is an unfinished pack of"):
+        pack(PackConfig(sources=(str(source),), out=str(out), workers=1, proof="none"))
 
 
 def test_resume_without_anything_to_resume_says_so_and_packs(tmp_path, capsys):
@@ -126,11 +148,23 @@ def later(path: Path) -> None:
     os.utime(path, (time.time() + 3600,) * 2)
 
 
+def replace_by_an_older_one(path: Path) -> None:
+    """Put a file there that has lain elsewhere since long before the pack."""
+    other = path.with_name(".other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, (1e9, 1e9))
+    other.rename(path)
+
+
 SINCE = {
     "nothing": (lambda source: None, ""),
     "a hidden file": (lambda source: later(write(source, {".seen": "x"}) / ".seen"), ""),
     "a caption": (lambda source: later(source / "001.txt"), "{source}/001.txt has changed since"),
     "a picture": (lambda source: later(source / "001.jpg"), "{source}/001.jpg has changed since"),
+    "an older picture": (
+        lambda source: replace_by_an_older_one(source / "001.jpg"),
+        "{source}/001.jpg was replaced since, or its name or permissions were changed",
+    ),
     "one more": (
         lambda source: [os.utime(write(source, {name: b"x"}) / name, (0, 0)) for name in ("9.jpg", "9.txt")],
         "the sources now hold 5 inputs, 4 were packed or rejected",
@@ -180,11 +214,18 @@ def test_resume_of_a_finished_pack_looks_at_files_of_every_kind(tmp_path, capsys
     source = imgs if kind == "tokens" else path
     config = PackConfig(sources=(str(source),), out=str(tmp_path / "o.rec"), workers=1, proof="none", **options)
     pack(config)
-    for is_changed in (False, True):
+
+    def warned() -> list[str]:
         capsys.readouterr()
         pack(dataclasses.replace(config, resume=True))
-        assert (f"warning: {path} has changed since; --overwrite" in capsys.readouterr().err) is is_changed
-        later(path)
+        return capsys.readouterr().err.splitlines()[1:]
+
+    assert warned() == []
+    replace_by_an_older_one(path)
+    said = f"warning: {path} was replaced since, or its name or permissions were changed; --overwrite in place of"
+    assert warned() == [f"{said} --resume packs it anew"]
+    later(path)
+    assert warned() == [f"warning: {path} has changed since; --overwrite in place of --resume packs it anew"]
 
 
 def test_an_overwriting_pack_goes_on_as_well(tmp_path):
@@ -226,7 +267,7 @@ def test_other_options_or_sources_are_named_and_nothing_is_lost(tmp_path):
         with pytest.raises(UsageError, match=message) as fault:
             resumed(source, out, **options)
         assert "are kept" not in fault.value.message
-        assert fault.value.hint == "the same command without --resume starts anew" or "sources" in options
+        assert fault.value.hint == "--overwrite in place of --resume starts anew" or "sources" in options
         assert {path: path.read_bytes() for path in (tmp_path / ".o.rec.partial").iterdir()} == kept
 
     for options, message in OTHER_OPTIONS:
@@ -250,7 +291,7 @@ def test_partial_files_that_are_not_what_the_journal_says_are_not_continued(tmp_
     with pytest.raises(UsageError, match="cannot be continued: it is"):
         resumed(source, out)
     assert shown(tmp_path) == ["imgs"]
-    assert resumed(source, out, resume=False) == undisturbed(source)
+    assert resumed(source, out, resume=False, overwrite=True) == undisturbed(source)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +324,27 @@ def test_a_damaged_journal_is_not_continued_and_not_thrown_away_unasked(tmp_path
     config = PackConfig(sources=(str(source),), out=str(out), proof="none", workers=1)
     with pytest.raises(UsageError, match=r"journal\.json: cannot be continued: it is damaged, or of another release"):
         pack(dataclasses.replace(config, resume=True))
+    with pytest.raises(UsageError, match="an unfinished pack with a damaged journal, or one of another release, last"):
+        pack(config)
     assert (tmp_path / ".o.rec.partial" / "journal.json").read_text() == journal
-    pack(config)
+    pack(dataclasses.replace(config, overwrite=True))
     assert files_of(out) == undisturbed(source)
+
+
+@pytest.mark.parametrize("with_result", [False, True], ids=["the log", "log and result"])
+def test_a_pack_whose_log_nobody_reads_any_more_comes_to_its_end(tmp_path, with_result):
+    source, out = folder_of(tmp_path / "imgs", COUNT), tmp_path / "o.rec"
+    (source / "000a.jpg").write_bytes(photo())
+    command = [sys.executable, "-m", "rwkvclip_cli", "pack", str(source), str(out), "--proof", "none", "--seed", "3"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(command, stdout=writes if with_result else subprocess.PIPE, stderr=writes, check=False)
+    os.close(writes)
+    # Its result could not be said; all that it wrote is there.
+    assert done.returncode == (128 + signal.SIGPIPE if with_result else 0)
+    assert with_result or done.stdout.startswith(b"%s: 30 records, " % os.fsencode(out))
+    assert files_of(out) == undisturbed(source)
+    assert not (tmp_path / ".o.rec.partial").exists()
 
 
 def test_a_second_pack_is_refused_whatever_its_options(tmp_path):
@@ -598,9 +657,12 @@ def test_no_damage_to_what_is_continued_comes_under_the_final_names(tmp_path, mo
         out = tmp_path / str(number) / "o.rec"
         shutil.copytree(begun, out.parent)
         do(out.parent / path)
+        descriptors = open_descriptors()
         error = refusal(dataclasses.replace(config, out=str(out)))
+        # The error is still there, and with it all that nobody closed.
+        assert open_descriptors() == descriptors, (path, damage)
         refused += error is not None
-        assert error is None or ("cannot be continued" in error.message and "without --resume" in error.hint), path
+        assert error is None or ("cannot be continued" in error.message and "in place of --resume" in error.hint), path
         assert kept_files(out) == ({} if error else whole), (path, damage)
         shutil.rmtree(out.parent)
     assert refused >= 4 * 3

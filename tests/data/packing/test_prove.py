@@ -13,7 +13,8 @@ from nvidia.dali import Pipeline, fn, types
 from pack_files import smooth
 from PIL import ExifTags, Image
 
-from rwkvclip_cli.data.packing.images import encode_jpeg, read_rgb
+from rwkvclip_cli.data.packing.images import encode_jpeg, is_same, read_rgb
+from rwkvclip_cli.data.packing.jpeg import SCAN_DATA, lengthen_scans, walk_jpeg
 from rwkvclip_cli.data.packing.prove import (
     FAITHFUL_MEAN,
     KEPT,
@@ -394,3 +395,32 @@ def test_blocks_have_their_means_or_not():
     assert not has_means(rgb, means[::-1])
     means[0, 0] = 17
     assert not has_means(rgb, means)
+
+
+CODINGS = {
+    "progressive": ({"progressive": True}, range(80)),
+    "restart intervals": ({"restart_marker_blocks": 2}, (67,)),
+}
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_last_bits_that_a_decoder_makes_up_are_missed(coding):
+    """Every scan loses its last byte; where neither decoder shows that at once, it is still no whole picture."""
+    options, seeds = CODINGS[coding]
+    decoder = Decoder()
+    unseen = 0
+    for seed in seeds:
+        noise = np.random.default_rng(seed).integers(0, 256, (16, 24, 3), np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(noise).save(buffer, "JPEG", quality=90, **options)
+        data = buffer.getvalue()
+        for marker, _, end in walk_jpeg(data).segments:
+            cut = data[: end - 1] + data[end:]
+            if marker != SCAN_DATA or (walk := walk_jpeg(cut)).fault or is_same(read_rgb(cut), read_rgb(data)):
+                continue
+            if is_same(read_rgb(cut), read_rgb(lengthen_scans(walk))):
+                unseen += 1
+                (found,) = prepare([cut], ImageOptions(), decoder)
+                assert isinstance(found, BadImage), seed
+                assert found.reason == "truncated-image"
+    assert unseen

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from pack_files import told, write, write_tar
+from pack_files import open_descriptors, told, write, write_tar
 
+from rwkvclip_cli.config import PackConfig, option_fields
 from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.captions import clean_captions
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
 from rwkvclip_cli.data.packing.folders import read_folder
+from rwkvclip_cli.data.packing.parquet import is_parquet
 from rwkvclip_cli.data.packing.samples import (
+    DEFAULT_CAPTION_KEYS,
     BadCaptions,
     Sample,
     Sidecar,
@@ -203,8 +206,12 @@ def test_a_sidecar_that_cannot_be_read_is_said(tmp_path):
     (tmp_path / "big.txt").write_bytes(b"x" * (2**24 + 1))
     with pytest.raises(BadCaptions, match=r"big\.txt: a caption file has at most 16,777,216 bytes"):
         find_captions(Sample("x", b"", sidecars=(Sidecar("txt", str(tmp_path / "big.txt")),)))
-    with pytest.raises(BadCaptions, match="Is a directory"):
+    descriptors = open_descriptors()
+    with pytest.raises(BadCaptions, match="Is a directory") as kept:
         find_captions(Sample("x", b"", sidecars=(Sidecar("txt", str(tmp_path)),)))
+    assert (open_descriptors(), is_parquet(str(tmp_path)), open_descriptors()) == (descriptors, False, descriptors), (
+        kept
+    )
 
 
 PAIRS = [item for n in range(3) for item in ((f"{n}.jpg", b"J"), (f"{n}.txt", b"caption"))]
@@ -341,3 +348,8 @@ def test_lists_nested_deeper_than_calls_may_be():
     for _ in range(100_000):
         nested = [nested]
     assert texts(nested) == ["deep"]
+
+
+def test_help_says_where_captions_are_looked_for():
+    (sources, *_) = option_fields(PackConfig)
+    assert f"the first of {', '.join(DEFAULT_CAPTION_KEYS)} there is" in sources.metadata["help"]
