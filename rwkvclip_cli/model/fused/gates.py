@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
 
-HEAD_ROWS, HEAD_WARPS = 32, 4
+HEAD_ROWS, HEAD_BACK_ROWS, HEAD_WARPS = 32, 16, 4
 HEAD_PROGRAMS = 6
 """A multiprocessor's, of all heads, in the backward direction: two rounds of the three that its registers hold."""
 FLAT = 2048
@@ -129,11 +129,11 @@ def head_gate_backward(
     The gradient of g goes to `grad_g`.
     """
     z, grad_y = torch.empty_like(g), torch.empty_like(y)
-    programs = max(1, min(layout.programs(HEAD_PROGRAMS) // layout.heads, triton.cdiv(layout.rows, HEAD_ROWS)))
+    programs = max(1, min(layout.programs(HEAD_PROGRAMS) // layout.heads, triton.cdiv(layout.rows, HEAD_BACK_ROWS)))
     sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
     _head_gate_back_kernel[(programs, layout.heads)](
         grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, layout.rows, eps,
-        C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_ROWS, num_warps=HEAD_WARPS,
+        C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_BACK_ROWS, num_warps=HEAD_WARPS,
     )  # fmt: skip
     return grad_y, z, sums.sum(0)
 

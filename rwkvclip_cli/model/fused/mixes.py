@@ -49,8 +49,8 @@ class Tile(NamedTuple):
 
 # By bytes of an element: what leaves registers for several programs at a time.
 FIVE = {2: Tile(64, 128, 8, 1, 128), 4: Tile(32, 64, 8, 1)}
-BACK = {2: Tile(64, 64, 8, 1, 128), 4: Tile(32, 32, 8, 1)}
-INNER = {2: Tile(128, 64, 4, 3), 4: Tile(32, 32, 4, 2)}
+BACK = {2: Tile(32, 64, 8, 1), 4: Tile(32, 32, 8, 1)}
+INNER = {2: Tile(64, 64, 4, 4), 4: Tile(32, 32, 4, 2)}
 
 
 @triton.jit

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, columns_inside, neighbour, put, take, take_neighbour, take_row
 
-WARPS = 4
+WARPS = 2
 # A warp to a row, which it reads in pieces of CHUNK channels: so widths like 640 leave no thread idle, and a row's sums
 # stay inside the warp.
-ROWS, CHUNK = 4, 128
-BACK_PROGRAMS = 2
+ROWS, CHUNK = 2, 128
+BACK_PROGRAMS = 4
 """A multiprocessor's in the backward direction: as many as its registers hold, each leaving one row of sums."""
 
 

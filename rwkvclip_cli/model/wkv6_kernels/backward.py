@@ -20,7 +20,16 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
     parted_at,
     to_border,
 )
-from rwkvclip_cli.model.wkv6_kernels.parts import counted_exactly, dot_parts, exponents, load_parts, parts
+from rwkvclip_cli.model.wkv6_kernels.parts import (
+    counted_exactly,
+    counted_wholly,
+    cut,
+    dot_parts,
+    dot_parts_wholly,
+    exponents,
+    load_parts,
+    parts,
+)
 
 
 @triton.jit
@@ -82,19 +91,18 @@ def backward_kernel(
             total_u = tl.sum(diagonal * r_tile * k_tile, axis=0)
             if not TREE:
                 down, up, _ = around_half(size, M, FULL)
-                part, low = parts(k_tile * up, FULL)
-                r_below = down * dot_parts(below, below_low, part, low, None, FULL)
-                part, low = parts(k_tile * down, FULL)
-                r_above = up * dot_parts(above, above_low, part, low, None, FULL)
-                part, low = parts(r_tile * down, FULL)
-                k_below = up * dot_parts(tl.trans(below), tl.trans(below_low), part, low, None, FULL)
-                part, low = parts(r_tile * up, FULL)
-                k_above = down * dot_parts(tl.trans(above), tl.trans(above_low), part, low, None, FULL)
-                grad_r_tile += r_below + r_above
-                grad_k_tile += k_below + k_above
-                into_up = r_tile * r_above + k_tile * k_below
-                change = r_tile * r_below + k_tile * k_above - into_up
-                grad_decay = counted_exactly(later, change, None, FULL) - into_up
+                # Cut before they are multiplied, each pair's weight is the same in the sum over either of its tokens.
+                r_down, r_up = cut(r_tile * down, FULL), cut(r_tile * up, FULL)
+                k_down, k_up = cut(k_tile * down, FULL), cut(k_tile * up, FULL)
+                r_below = dot_parts_wholly(below, below_low, k_up, None, FULL)
+                r_above = dot_parts_wholly(above, above_low, k_down, None, FULL)
+                k_below = dot_parts_wholly(tl.trans(below), tl.trans(below_low), r_down, None, FULL)
+                k_above = dot_parts_wholly(tl.trans(above), tl.trans(above_low), r_up, None, FULL)
+                grad_r_tile += down * r_below + up * r_above
+                grad_k_tile += up * k_below + down * k_above
+                into_up = r_up * r_above + k_up * k_below
+                change = r_down * r_below + k_down * k_above - into_up
+                grad_decay = counted_wholly(later, change, None, FULL) - into_up
             else:
                 grad_decay = tl.zeros((M, CHUNK), tl.float32)
                 for level in tl.static_range(TREE_LEVELS):

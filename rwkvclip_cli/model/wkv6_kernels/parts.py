@@ -23,6 +23,15 @@ def _dot_16(a, b, total):
 
 
 @triton.jit
+def cut(x, FULL: tl.constexpr):
+    """x without the last 8 of its 24 bits, so that its two parts hold it exactly; with FULL x itself."""
+    if FULL:
+        return x
+    else:
+        return (x.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def split(x):
     """x as the sum of two bfloat16 numbers: its upper 16 bits, and what they leave out."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
@@ -46,6 +55,16 @@ def dot_parts(a_high, a_low, b_high, b_low, total, FULL: tl.constexpr):
     else:
         total = _dot_16(a_high, b_high, total)
         return _dot_16(a_high, b_low, _dot_16(a_low, b_high, total))
+
+
+@triton.jit
+def dot_parts_wholly(a_high, a_low, b, total, FULL: tl.constexpr):
+    """a @ b + total for the parts of a and for b that was `cut`: all four products, so that the sum is float32's."""
+    b_high, b_low = parts(b, FULL)
+    total = dot_parts(a_high, a_low, b_high, b_low, total, FULL)
+    if not FULL:
+        total = _dot_16(a_low, b_low, total)
+    return total
 
 
 @triton.jit
@@ -99,6 +118,16 @@ def counted_exactly(selection, x, total, FULL: tl.constexpr):
         ones = selection.to(tl.float32).to(tl.bfloat16)
         high, low = split(x)
         return _dot_16(ones, low, _dot_16(ones, high, total))
+
+
+@triton.jit
+def counted_wholly(selection, x, total, FULL: tl.constexpr):
+    """selection @ x + total with all bits of x, for sums that cancel."""
+    if not FULL:
+        ones = selection.to(tl.float32).to(tl.bfloat16)
+        last = (x - cut(x, FULL)).to(tl.bfloat16)
+        total = _dot_16(ones, last, total)
+    return counted_exactly(selection, cut(x, FULL), total, FULL)
 
 
 @triton.jit
