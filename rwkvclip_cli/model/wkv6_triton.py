@@ -113,7 +113,7 @@ def _launch_forward(
             r, k, v, w, u, base, y, other, products, strong, tokens, heads,
             N=channels, CHUNKS=plan.chunks, FULL=_is_full(r, k), HAS_BASE=base is not None,
             WITH_PRODUCTS=products is not None and plan is short, MANY=plan.tiles > 1, TREE=plan is tree,
-            FLAGS=short.tiles, num_warps=plan.chunks, num_stages=plan.stages,
+            FLAGS=short.tiles, num_warps=plan.chunks, num_stages=plan.stages, maxnreg=plan.forward_registers,
         )  # fmt: skip
     return strong
 
@@ -129,6 +129,8 @@ class _Plan(NamedTuple):
     chunks: int
     tiles: int
     stages: int
+    forward_registers: int | None = None
+    """Most registers of a thread of the forward kernel, where a few less let one more program run beside."""
 
     @property
     def side(self) -> int:
@@ -139,5 +141,5 @@ class _Plan(NamedTuple):
 def _plans(tokens: int) -> tuple[_Plan, _Plan]:
     """The plans of the short form and of the tree: of the same side, as the one reads what the other left."""
     tree = triton.cdiv(tokens, TREE_CHUNKS.value * TOKENS)
-    short = _Plan(4, 1, 3) if tree == 2 else _Plan(2, tree, 2)
+    short = _Plan(4, 1, 3, 168) if tree == 2 else _Plan(2, tree, 2)
     return short, _Plan(TREE_CHUNKS.value, tree, 1)
