@@ -269,14 +269,14 @@ def _bar(total: int | None, what: str, unit: str, done: int) -> Iterator[Progres
     )
     with RichProgress(*columns, console=Console(stderr=True)) as rich_progress:
         task = rich_progress.add_task(what, total=total, completed=done, rate="", note="")
-        started_s, counted, shown = time.monotonic(), 0, ""
+        started_s, advanced, shown = time.monotonic(), 0, ""
 
         class Bar:
             def advance(self, count: int = 1, note: str = "") -> None:
-                nonlocal counted, shown
-                counted, shown = counted + count, note or shown
-                rate = counted / max(time.monotonic() - started_s, 1e-9)
-                most = None if total is None else max(total, done + counted)  # an estimate may fall short
+                nonlocal advanced, shown
+                advanced, shown = advanced + count, note or shown
+                rate = advanced / max(time.monotonic() - started_s, 1e-9)
+                most = None if total is None else max(total, done + advanced)  # an estimate may fall short
                 rich_progress.update(task, total=most, advance=count, rate=f"{rate:,.1f} {unit}/s", note=shown)
 
         yield Bar()

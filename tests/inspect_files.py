@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from rwkvclip_cli.data.packing.decoder import Decoder
 from rwkvclip_cli.data.packing.output import SUFFIXES
 from rwkvclip_cli.data.packing.pool import Outcome
-from rwkvclip_cli.data.packing.prove import Decoder
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Sample
 from rwkvclip_cli.data.packing.worker import WorkerOptions, pack_samples
 from rwkvclip_cli.data.recordio import HEADER_BYTES, RecordReader

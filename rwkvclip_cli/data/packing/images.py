@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.data.packing.left_out import JPEG_FORMATS, STRIP_PIXELS, decode_whole
-from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage
+from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage, without_waiting
 
 RGB = NDArray[np.uint8]  # (height, width, 3)
 
@@ -76,8 +76,7 @@ class Header:
 def read_file(path: str) -> bytes:
     """Read a picture file, or raise BadImage: it is missing, no regular file, empty, unreadable or too large."""
     try:
-        # Without O_NONBLOCK a named pipe among the inputs would wait for its writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = without_waiting(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         raise BadImage("missing-image", f"no file {path}") from None
     except OSError as error:

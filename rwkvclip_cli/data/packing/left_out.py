@@ -107,11 +107,11 @@ def _check_tiff(image: Any) -> None:
     for places in TIFF_PLACES:
         for offset, count in zip(*(tags.get(tag, ()) for tag in places), strict=False):
             image.fp.seek(offset)
-            if _lacks_data(tables[:-2] + image.fp.read(count)[2:] if tables else image.fp.read(count)):
+            if _strip_lacks_data(tables[:-2] + image.fp.read(count)[2:] if tables else image.fp.read(count)):
                 raise BadImage("truncated-image", "the data of a JPEG strip or tile ends before its rows do")
 
 
-def _lacks_data(jpeg: bytes) -> bool:
+def _strip_lacks_data(jpeg: bytes) -> bool:
     """Whether a JPEG is another picture with bits behind its scans. What cannot be read is for others to judge."""
     walk = walk_jpeg(jpeg)
     if walk.fault:  # perhaps of its end mark alone

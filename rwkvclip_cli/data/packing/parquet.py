@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rwkvclip_cli.console import UnableError, UsageError
-from rwkvclip_cli.data.packing.samples import Item, Reject, SourceOptions, open_at_once
+from rwkvclip_cli.data.packing.samples import Item, Reject, SourceOptions, without_waiting
 from rwkvclip_cli.data.packing.tables import SHOWN_CHARACTERS, Columns, find_columns, sample_of
 
 SUFFIX = ".parquet"
@@ -30,7 +30,7 @@ def is_parquet(path: str) -> bool:
     if path.lower().endswith(SUFFIX):
         return True
     try:
-        with open_at_once(path) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, decode_caption_bytes
 
@@ -258,14 +258,14 @@ def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> Sequence[Caption]:
     return texts(document)
 
 
-def open_at_once(path: str) -> BinaryIO:
-    """Open a file to read, without waiting for the writer of a named pipe. Raises OSError."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file as `os.open` does, or as the `opener` of `open`, but never wait for the writer of a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_small(path: str) -> bytes:
     try:
-        with open_at_once(path) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             data = file.read(MAX_SIDECAR_BYTES + 1)
     except OSError as error:
         raise BadCaptions(f"{path}: {error.strerror}") from None

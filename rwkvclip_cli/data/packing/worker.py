@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.channel import Channel
+from rwkvclip_cli.data.packing.decoder import Decoder
 from rwkvclip_cli.data.packing.digest import caption_hashes, picture_digest
 from rwkvclip_cli.data.packing.images import read_file
-from rwkvclip_cli.data.packing.prove import Decoder, ImageOptions, prepare
+from rwkvclip_cli.data.packing.prove import ImageOptions, prepare
 from rwkvclip_cli.data.packing.samples import BadCaptions, BadImage, Caption, Reject, Sample, find_captions
 from rwkvclip_cli.data.packing.tokens import BadTokens, is_marked, token_slots
 from rwkvclip_cli.data.recordio import HEADER_BYTES, MAX_PAYLOAD_BYTES, record_checksum

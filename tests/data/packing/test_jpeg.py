@@ -8,6 +8,7 @@ import pytest
 from pack_files import smooth
 from PIL import Image
 
+from rwkvclip_cli.data.packing.decoder import Decoder
 from rwkvclip_cli.data.packing.images import MAX_JPEG_SIDE, Header, read_header, read_rgb
 from rwkvclip_cli.data.packing.jpeg import (
     SCAN_DATA,
@@ -18,7 +19,6 @@ from rwkvclip_cli.data.packing.jpeg import (
     probes,
     walk_jpeg,
 )
-from rwkvclip_cli.data.packing.prove import Decoder
 from rwkvclip_cli.data.packing.samples import BadImage
 
 # The smallest whole JPEG skeleton: frame header of 1 x 2 pixels, then a scan with a stuffed zero and a restart.

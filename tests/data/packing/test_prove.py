@@ -13,6 +13,7 @@ from nvidia.dali import Pipeline, fn, types
 from pack_files import smooth
 from PIL import ExifTags, Image
 
+from rwkvclip_cli.data.packing.decoder import Decoder
 from rwkvclip_cli.data.packing.images import encode_jpeg, is_same, read_rgb
 from rwkvclip_cli.data.packing.jpeg import SCAN_DATA, lengthen_scans, walk_jpeg
 from rwkvclip_cli.data.packing.prove import (
@@ -20,7 +21,6 @@ from rwkvclip_cli.data.packing.prove import (
     KEPT,
     RESIZED,
     TRIALS,
-    Decoder,
     ImageOptions,
     Prepared,
     has_means,
