@@ -4,14 +4,14 @@
 
 Legend: B batch, T tokens, H heads, N channels of a head.
 
-A score is a product of two vectors, each decayed to a border between its tokens (see `wkv6_matrix`). Inside a tile of
+A score is a product of two vectors, each decayed to a border between its tokens (see `wkv6_matrix`). Inside a tile of 64
 tokens the short form takes one border for all pairs, the middle of the tile's decay, and so exponents of either sign;
 where they would leave float32's range, which a head's weaker decays do not, the tree of borders of `wkv6_matrix` does
-that head again, without a positive exponent. Between two tiles the border is the edge of the receiving one.
+that head again, without a positive exponent. Tiles pass sums of k v^T to each other, N x N a head (see `carry`).
 
-The gradient of v is the forward pass with r and k exchanged. That pass also leaves the (T, T) gradients of the scores
-in memory, from which a second kernel makes those of r, k, w and u. Operands are rounded to no less than 16 bits and
-sums are float32, so that results are exact up to their own rounding; nothing is added atomically, so they repeat.
+The gradient of v is the forward pass with r and k exchanged; a second kernel makes those of r, k, w and u. Operands are
+rounded to no less than 16 bits and sums are float32, so that results are exact up to their own rounding; nothing is
+added atomically, so they repeat.
 """
 
 from typing import Any, NamedTuple
@@ -21,16 +21,20 @@ import triton
 from torch import Tensor
 
 from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
-from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TREE_CHUNKS
+from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TILE
+from rwkvclip_cli.model.wkv6_kernels.carry import carry_kernel
 from rwkvclip_cli.model.wkv6_kernels.forward import forward_kernel
+from rwkvclip_cli.model.wkv6_kernels.tree import TREE_TOKENS, tree_backward_kernel, tree_forward_kernel
 
-TOKENS: int = CHUNK.value
+
+TREE_WARPS = 2
 
 
 def wkv6_triton(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """WKV6 through kernels; arguments, result and types as `wkv6.wkv6` describes them, on one GPU, N a multiple of 16.
 
-    Memory beside the result is small; the backward pass takes (B, H, T, T) for a moment. Gradients are exact up to the
+    Memory beside the result is small up to 64 tokens; for more, a tile of 64 takes four of (B, H, N, N) for a moment, and
+    the backward pass (B, H, T, T). Gradients are exact up to the
     rounding of the results; second ones there are none.
     """
     y: Tensor = _Wkv6.apply(r, k, v, w, u)  # type: ignore[no-untyped-call]
@@ -55,7 +59,10 @@ class _Wkv6(torch.autograd.Function):
 def forward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, base: Tensor | None = None) -> Tensor:
     """y of `wkv6.wkv6`, outside autograd, for contiguous tensors; with `base` (H, N) the raw decay is w + base."""
     y = torch.empty_like(r)
-    _launch_forward(r, k, v, w, u, base, y)
+    if len(r):
+        full = _is_full(r, k)
+        strong = _launch_forward(r, k, v, w, u, base, y, _carry(k, v, w, base, full), full)
+        _launch_tree(r, k, v, w, u, base, y, strong, full)
     return y
 
 
@@ -75,19 +82,28 @@ def backward(
     """
     batch, tokens, heads, channels = r.shape
     grad_r, grad_k, grad_v, grad_w = out or tuple(torch.empty_like(tensor) for tensor in (r, k, v, w))
-    full = _is_full(r, k)
-    short, tree = plans = _plans(tokens)
-    kind = torch.float32 if full else torch.bfloat16
-    products = r.new_empty((1 if full else 2, batch * heads, short.side, short.side), dtype=kind)
-    strong = _launch_forward(k, r, grad_y, w, u, base, grad_v, v, products)
-    sums = r.new_zeros((2, batch, heads, tree.tiles, channels), dtype=torch.float32)
-    for plan in plans if batch else ():
-        several = triton.next_power_of_2(plan.tiles)
+    tree_tiles = triton.cdiv(tokens, TREE_TOKENS.value)
+    sums = r.new_zeros((2, batch, heads, tree_tiles, channels), dtype=torch.float32)
+    if batch:
+        full = _is_full(r, k)
+        returned = _carry(r, grad_y, w, base, full)
+        strong = _launch_forward(k, r, grad_y, w, u, base, grad_v, returned, full)
+        carried = _carry(k, v, w, base, full)
+        for launch in _launches(tokens):
+            backward_kernel[(batch * heads * launch.count,)](
+                r, k, v, w, u, base, grad_y, carried, returned, grad_r, grad_k, grad_w, sums[0], sums[1],
+                launch.first, launch.count, strong.shape[1], tokens, heads, FULL=full, HAS_BASE=base is not None,
+                PARTS=tree_tiles, **launch.sizes(channels, strong.shape[1]),
+            )  # fmt: skip
+        side = tree_tiles * TREE_TOKENS.value
+        products = r.new_empty(_parts_shape(full, batch * heads, side, side), dtype=_parts_type(full))
+        _launch_tree(k, r, grad_y, w, u, base, grad_v, strong, full, v, products)
+        several = triton.next_power_of_2(tree_tiles)
         gaps = r.new_zeros((batch * heads, several, channels), dtype=torch.float32) if several > 1 else sums
-        backward_kernel[(batch * heads,)](
+        tree_backward_kernel[(batch * heads,)](
             r, k, w, u, base, products, grad_r, grad_k, grad_w, sums[0], sums[1], gaps, strong, tokens, heads,
-            N=channels, CHUNKS=plan.chunks, GAPS=several, FULL=full, HAS_BASE=base is not None, TREE=plan is tree,
-            FLAGS=short.tiles, PARTS=tree.tiles, num_warps=plan.chunks, num_stages=plan.stages,
+            N=channels, GAPS=several, FULL=full, HAS_BASE=base is not None, FLAGS=strong.shape[1], PARTS=tree_tiles,
+            num_warps=TREE_WARPS, num_stages=1,
         )  # fmt: skip
     grad_u, grad_base = sums.sum((1, 3)).unbind()
     return grad_r, grad_k, grad_v, grad_w, grad_u, None if base is None else grad_base
@@ -101,21 +117,55 @@ def _launch_forward(
     u: Tensor,
     base: Tensor | None,
     y: Tensor,
-    other: Tensor | None = None,
-    products: Tensor | None = None,
+    carried: Tensor | None,
+    full: bool,
 ) -> Tensor:
-    """Fill y, and `products` where given; return which tiles' decays were too strong for the short form."""
+    """Fill y by the short form; return (B H, tiles) which tiles' decays were too strong for it."""
     batch, tokens, heads, channels = r.shape
-    short, tree = plans = _plans(tokens)
-    strong = r.new_empty(batch * heads * short.tiles, dtype=torch.bool)
-    for plan in plans if batch else ():
-        forward_kernel[(batch * heads * plan.tiles,)](
-            r, k, v, w, u, base, y, other, products, strong, tokens, heads,
-            N=channels, CHUNKS=plan.chunks, FULL=_is_full(r, k), HAS_BASE=base is not None,
-            WITH_PRODUCTS=products is not None and plan is short, MANY=plan.tiles > 1, TREE=plan is tree,
-            FLAGS=short.tiles, num_warps=plan.chunks, num_stages=plan.stages, maxnreg=plan.forward_registers,
+    tiles = triton.cdiv(tokens, TILE.value)
+    strong = r.new_empty((batch * heads, tiles), dtype=torch.bool)
+    for launch in _launches(tokens):
+        forward_kernel[(batch * heads * launch.count,)](
+            r, k, v, w, u, base, y, carried, strong, launch.first, launch.count, tiles, tokens, heads, FULL=full,
+            HAS_BASE=base is not None, **launch.sizes(channels, tiles), maxnreg=launch.forward_registers,
         )  # fmt: skip
     return strong
+
+
+def _launch_tree(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    base: Tensor | None,
+    y: Tensor,
+    strong: Tensor,
+    full: bool,
+    other: Tensor | None = None,
+    products: Tensor | None = None,
+) -> None:
+    """Fill y, and `products` where given, of those heads that have a tile with `strong` decays."""
+    batch, tokens, heads, channels = r.shape
+    tree_forward_kernel[(batch * heads * triton.cdiv(tokens, TREE_TOKENS.value),)](
+        r, k, v, w, u, base, y, other, products, strong, tokens, heads, N=channels, FULL=full,
+        HAS_BASE=base is not None, WITH_PRODUCTS=products is not None, FLAGS=strong.shape[1], num_warps=TREE_WARPS,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def _carry(k: Tensor, v: Tensor, w: Tensor, base: Tensor | None, full: bool) -> Tensor | None:
+    """The sums that tiles pass to each other, as parts of (2, B H, tiles, N N); of one tile none."""
+    batch, tokens, heads, channels = k.shape
+    tiles = triton.cdiv(tokens, TILE.value)
+    if tiles == 1:
+        return None
+    carried = k.new_empty((*_parts_shape(full, 2, batch * heads), tiles, channels**2), dtype=_parts_type(full))
+    carry_kernel[(2 * batch * heads,)](
+        k, v, w, base, carried, tiles, tokens, heads, N=channels, FULL=full, HAS_BASE=base is not None, num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+    return carried
 
 
 def _is_full(r: Tensor, k: Tensor) -> bool:
@@ -123,23 +173,44 @@ def _is_full(r: Tensor, k: Tensor) -> bool:
     return r.dtype == k.dtype == torch.float32
 
 
-class _Plan(NamedTuple):
-    """How tokens are cut into tiles of as many chunks as warps work on them."""
+def _parts_shape(full: bool, *shape: int) -> tuple[int, ...]:
+    return (1 if full else 2, *shape)
 
-    chunks: int
-    tiles: int
-    stages: int
-    forward_registers: int | None = None
-    """Most registers of a thread of the forward kernel, where a few less let one more program run beside."""
+
+def _parts_type(full: bool) -> torch.dtype:
+    return torch.float32 if full else torch.bfloat16
+
+
+class _Launch(NamedTuple):
+    """Tiles of one number of rows, which as many warps work on as the rows make chunks."""
+
+    first: int
+    count: int
+    rows: int
 
     @property
-    def side(self) -> int:
-        """Tokens of all tiles, real or not."""
-        return self.tiles * self.chunks * TOKENS
+    def forward_registers(self) -> int | None:
+        """Most registers of a thread of the forward kernel, where a few less let one more program run beside."""
+        return 168 if self.rows == TILE.value else None
+
+    def sizes(self, channels: int, tiles: int) -> dict[str, Any]:
+        """The sizes that kernels are compiled for."""
+        warps = self.rows // CHUNK.value
+        return {
+            "N": channels, "M": self.rows, "CARRIED": tiles > 1, "num_warps": warps, "num_stages": 3, **_pieces(channels)
+        }  # fmt: skip
 
 
-def _plans(tokens: int) -> tuple[_Plan, _Plan]:
-    """The plans of the short form and of the tree: of the same side, as the one reads what the other left."""
-    tree = triton.cdiv(tokens, TREE_CHUNKS.value * TOKENS)
-    short = _Plan(4, 1, 3, 168) if tree == 2 else _Plan(2, tree, 2)
-    return short, _Plan(TREE_CHUNKS.value, tree, 1)
+def _launches(tokens: int) -> list[_Launch]:
+    """Whole tiles, and a last one of no more rows than it needs."""
+    whole, rest = divmod(tokens, TILE.value)
+    rows = max(CHUNK.value, triton.next_power_of_2(rest))
+    if rest and rows == TILE.value:
+        whole, rest = whole + 1, 0
+    return [launch for launch in (_Launch(0, whole, TILE.value), _Launch(whole, 1 if rest else 0, rows)) if launch.count]
+
+
+def _pieces(channels: int) -> dict[str, tuple[int, ...]]:
+    """Into what pieces of widths that are powers of two v's channels are cut, and where they start."""
+    widths = (64,) * (channels // 64) + (CHUNK.value,) * (channels % 64 // CHUNK.value)
+    return {"WIDTHS": widths, "STARTS": tuple(sum(widths[:index]) for index in range(len(widths)))}

@@ -1,6 +1,6 @@
 """Decays as factors, and which tokens lie between which: the exponents of WKV6's scores.
 
->>> down, up, half = around_half(decay_size(w, None, place, lane, at, inside, False), 64, False)
+>>> down, up = around_half(decay_size(w, None, place, lane, at, inside, False), 64, False)
 
 Every exponent is a sum of some tokens' log decays, which a product with a matrix of small constants gives. Legend: M
 tokens of a tile, 16 tokens of a chunk and channels of a block.
@@ -12,13 +12,11 @@ import triton.language as tl
 from rwkvclip_cli.model.wkv6_kernels.parts import weighed
 
 CHUNK = tl.constexpr(16)
-TREE_LEVELS = tl.constexpr(5)
-"""Sizes of blocks, from pairs of tokens to the tree's tile, whose two halves meet at a border."""
-TREE_CHUNKS = tl.constexpr(2)
-"""Chunks of the tree's tile, 2^TREE_LEVELS tokens: a larger one has no room for all the masked scores."""
-LARGEST_HALF = tl.constexpr(100.0)
-"""The largest exponent (of 2) that the short form takes: with as large a one of the other sign float32 holds both."""
-LARGEST_HALF_FULL = tl.constexpr(24.0)
+TILE = tl.constexpr(64)
+"""Tokens of a tile of the short form; the last may have fewer."""
+LARGEST_FACTOR = tl.constexpr(2.0**100)
+"""The largest factor that the short form takes: with as large a one's inverse float32 holds both."""
+LARGEST_FACTOR_FULL = tl.constexpr(2.0**24)
 """For float32 tensors: the rounding of a larger exponent would show in their results."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG2_LOG2_E = tl.constexpr(0.5287663729448977)
@@ -39,32 +37,24 @@ def decay_size(w, base, place, lane, at, inside, HAS_BASE: tl.constexpr):
 
 
 @triton.jit
+def half_weights(row, column):
+    """Of which log decays (columns) the sum leads from half of a tile's decay back to before a token (row)."""
+    return tl.where(column >= row, 0.5, -0.5)
+
+
+@triton.jit
 def around_half(size, M: tl.constexpr, FULL: tl.constexpr):
-    """A tile's factors by which later tokens receive (`down`) and earlier send (`up`), and their largest exponent.
+    """A tile's factors by which later tokens receive (`down`) and earlier send (`up`); the largest is down's first.
 
     down_t * up_s is the decay between s < t, and up_t * down_s that between t < s: with c the sum of all log decays
-    before a token, down = 2^(c - half) and up = 2^(half - c - own), where half of the tile's sum keeps both in range.
+    before a token, down = 2^(half - c) and up = 2^(c + own - half), where half of the tile's sum keeps both in range.
     """
-    row = tl.arange(0, M)[:, None]
-    column = tl.arange(0, M)[None, :]
-    down = tl.exp2(weighed(tl.where(column >= row, 0.5, -0.5), size, None, FULL))
-    up = tl.exp2(weighed(tl.where(column <= row, 0.5, -0.5), size, None, FULL))
-    half = weighed(tl.full((M, M), 0.5, tl.float32), size, None, FULL)
-    return down, up, half
-
-
-@triton.jit
-def to_border(half: tl.constexpr, row, column):
-    """Which tokens (columns) lie between a token (row) and the border of its block of twice `half` tokens."""
-    same = row // half == column // half
-    right = (row // half) % 2 == 1
-    return same & ((right & (column < row)) | (~right & (column > row)))
-
-
-@triton.jit
-def parted_at(half: tl.constexpr, row, column):
-    """Which pairs of tokens are parted by the middle of a block of twice `half` tokens."""
-    return (row // (2 * half) == column // (2 * half)) & (row // half != column // half)
+    row = tl.arange(0, M)
+    exponent = weighed(half_weights(row[:, None], row[None, :]), size, None, FULL)
+    own = size
+    if not FULL:  # as `weighed` rounds it
+        own = size.to(tl.float16).to(tl.float32)
+    return tl.exp2(exponent), tl.exp2(own - exponent)
 
 
 @triton.jit
@@ -74,15 +64,6 @@ def beyond(row, column, before: tl.constexpr):
         return column < row
     else:
         return column > row
-
-
-@triton.jit
-def any_strong(strong, tiles):
-    """Whether any of a head's tiles is too strong for the short form."""
-    found = tl.load(strong)
-    for tile in range(1, tiles):
-        found = found | tl.load(strong + tile)
-    return found
 
 
 @triton.jit

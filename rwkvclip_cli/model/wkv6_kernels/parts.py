@@ -14,6 +14,12 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def filled(rows: tl.constexpr, columns: tl.constexpr, value):
+    """A float32 tensor of one value, whose sizes may be items of a tuple."""
+    return tl.full((rows, columns), value, tl.float32)
+
+
+@triton.jit
 def _dot_16(a, b, total):
     """a @ b + total for operands of 16 bits."""
     if INTERPRETED:  # whose own dot takes bfloat16's bits for integers
@@ -84,6 +90,16 @@ def dot_parts_stored(high, low, b, total, FULL: tl.constexpr):
 
 
 @triton.jit
+def dot_stored_parts(a, high, low, total, FULL: tl.constexpr):
+    """a @ b + total for a as it lies in memory and the parts of b."""
+    if a.dtype == tl.bfloat16:
+        return _dot_16(a, low, _dot_16(a, high, total))
+    else:
+        a_high, a_low = parts(a.to(tl.float32), FULL)
+        return dot_parts(a_high, a_low, high, low, total, FULL)
+
+
+@triton.jit
 def dot_stored(a, b, total, FULL: tl.constexpr):
     """a @ b + total for a and b as they lie in memory: products of 16-bit numbers are exact."""
     if a.dtype == b.dtype and a.dtype != tl.float32:
@@ -101,12 +117,6 @@ def weighed(weights, x, total, FULL: tl.constexpr):
         return tl.dot(weights, x, total, input_precision="ieee")
     else:
         return _dot_16(weights.to(tl.float16), x.to(tl.float16), total)
-
-
-@triton.jit
-def counted(selection, x, total, FULL: tl.constexpr):
-    """selection @ x + total, where `selection` holds truth values; precise to 2^-11 of each summand."""
-    return weighed(selection.to(tl.float32), x, total, FULL)
 
 
 @triton.jit
@@ -131,27 +141,29 @@ def counted_wholly(selection, x, total, FULL: tl.constexpr):
 
 
 @triton.jit
-def exponents(selection, size, total, TREE: tl.constexpr, FULL: tl.constexpr):
-    """selection @ size + total for log decays; of those that the tree takes, 2^-11 would show in the factor."""
-    if TREE:
-        return counted_exactly(selection, size, total, FULL)
-    else:
-        return counted(selection, size, total, FULL)
-
-
-@triton.jit
-def store_parts(high_pointer, low_pointer, where, x, FULL: tl.constexpr):
-    """Keep x in memory as its parts."""
+def store_parts(high_pointer, plane, where, x, mask, FULL: tl.constexpr):
+    """Keep x in memory as its parts, `plane` apart."""
     high, low = parts(x, FULL)
-    tl.store(high_pointer + where, high)
+    tl.store(high_pointer + where, high, mask=mask)
     if not FULL:
-        tl.store(low_pointer + where, low)
+        tl.store(high_pointer + plane + where, low, mask=mask)
 
 
 @triton.jit
-def load_parts(high_pointer, low_pointer, where, FULL: tl.constexpr):
-    """What `store_parts` kept."""
-    x = tl.load(high_pointer + where).to(tl.float32)
-    if not FULL:
-        x += tl.load(low_pointer + where).to(tl.float32)
-    return x
+def load_parts(high_pointer, plane, where, mask, FULL: tl.constexpr):
+    """The parts that `store_parts` kept `plane` apart, 0 where masked."""
+    other: tl.constexpr = None if mask is None else 0.0
+    high = tl.load(high_pointer + where, mask=mask, other=other)
+    if FULL:
+        return high, high
+    else:
+        return high, tl.load(high_pointer + plane + where, mask=mask, other=other)
+
+
+@triton.jit
+def whole(high, low, FULL: tl.constexpr):
+    """The float32 number of two parts."""
+    if FULL:
+        return high
+    else:
+        return high.to(tl.float32) + low.to(tl.float32)
