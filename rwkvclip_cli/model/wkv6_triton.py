@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
 from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TILE
-from rwkvclip_cli.model.wkv6_kernels.carry import carry_kernel
+from rwkvclip_cli.model.wkv6_kernels.carry import carry_kernel, half_decay_kernel
 from rwkvclip_cli.model.wkv6_kernels.forward import forward_kernel
 from rwkvclip_cli.model.wkv6_kernels.tree import TREE_TOKENS, tree_backward_kernel, tree_forward_kernel
 
@@ -61,7 +61,7 @@ def forward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, base: Tensor 
     y = torch.empty_like(r)
     if len(r):
         full = _is_full(r, k)
-        strong = _launch_forward(r, k, v, w, u, base, y, _carry(k, v, w, base, full), full)
+        strong = _launch_forward(r, k, v, w, u, base, y, _carry(k, v, w, base, _halves(w, base, full), full), full)
         _launch_tree(r, k, v, w, u, base, y, strong, full)
     return y
 
@@ -86,9 +86,10 @@ def backward(
     sums = r.new_zeros((2, batch, heads, tree_tiles, channels), dtype=torch.float32)
     if batch:
         full = _is_full(r, k)
-        returned = _carry(r, grad_y, w, base, full)
+        halves = _halves(w, base, full)
+        returned = _carry(r, grad_y, w, base, halves, full)
         strong = _launch_forward(k, r, grad_y, w, u, base, grad_v, returned, full)
-        carried = _carry(k, v, w, base, full)
+        carried = _carry(k, v, w, base, halves, full)
         for launch in _launches(tokens):
             backward_kernel[(batch * heads * launch.count,)](
                 r, k, v, w, u, base, grad_y, carried, returned, grad_r, grad_k, grad_w, sums[0], sums[1],
@@ -154,17 +155,31 @@ def _launch_tree(
     )  # fmt: skip
 
 
-def _carry(k: Tensor, v: Tensor, w: Tensor, base: Tensor | None, full: bool) -> Tensor | None:
-    """The sums that tiles pass to each other, as parts of (2, B H, tiles, N N); of one tile none."""
-    batch, tokens, heads, channels = k.shape
+def _halves(w: Tensor, base: Tensor | None, full: bool) -> Tensor | None:
+    """The decays over half of each tile, (B H, tiles, N); of one tile none."""
+    batch, tokens, heads, channels = w.shape
     tiles = triton.cdiv(tokens, TILE.value)
     if tiles == 1:
         return None
+    halves = w.new_empty((batch * heads, tiles, channels), dtype=torch.float32)
+    half_decay_kernel[(batch * heads * tiles,)](
+        w, base, halves, tiles, tokens, heads, N=channels, FULL=full, HAS_BASE=base is not None, num_warps=1
+    )
+    return halves
+
+
+def _carry(k: Tensor, v: Tensor, w: Tensor, base: Tensor | None, halves: Tensor | None, full: bool) -> Tensor | None:
+    """The sums that tiles pass to each other, as parts of (2, B H, tiles, N N); of one tile none."""
+    if halves is None:
+        return None
+    batch, tokens, heads, channels = k.shape
+    tiles = halves.shape[1]
     carried = k.new_empty((*_parts_shape(full, 2, batch * heads), tiles, channels**2), dtype=_parts_type(full))
-    carry_kernel[(2 * batch * heads,)](
-        k, v, w, base, carried, tiles, tokens, heads, N=channels, FULL=full, HAS_BASE=base is not None, num_warps=4,
-        num_stages=1,
-    )  # fmt: skip
+    for side, launch in ((0, _launches(tokens)[0]), (1, _launches(tokens)[-1])):
+        carry_kernel[(batch * heads,)](
+            k, v, w, base, halves, carried, tiles, tokens, heads, N=channels, SIDE=side, ROWS=launch.rows,
+            MORE=tiles > 2, FULL=full, HAS_BASE=base is not None, num_warps=4, num_stages=1,
+        )  # fmt: skip
     return carried
 
 

@@ -9,7 +9,7 @@ tokens of a tile, 16 tokens of a chunk and channels of a block.
 import triton
 import triton.language as tl
 
-from rwkvclip_cli.model.wkv6_kernels.parts import weighed
+from rwkvclip_cli.model.wkv6_kernels.parts import as_weighed, weighed
 
 CHUNK = tl.constexpr(16)
 TILE = tl.constexpr(64)
@@ -51,10 +51,7 @@ def around_half(size, M: tl.constexpr, FULL: tl.constexpr):
     """
     row = tl.arange(0, M)
     exponent = weighed(half_weights(row[:, None], row[None, :]), size, None, FULL)
-    own = size
-    if not FULL:  # as `weighed` rounds it
-        own = size.to(tl.float16).to(tl.float32)
-    return tl.exp2(exponent), tl.exp2(own - exponent)
+    return tl.exp2(exponent), tl.exp2(as_weighed(size, FULL) - exponent)
 
 
 @triton.jit

@@ -120,6 +120,21 @@ def weighed(weights, x, total, FULL: tl.constexpr):
 
 
 @triton.jit
+def as_weighed(x, FULL: tl.constexpr):
+    """x as `weighed` rounds it."""
+    if FULL:
+        return x
+    else:
+        return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def counted(selection, x, total, FULL: tl.constexpr):
+    """selection @ x + total, where `selection` holds truth values; precise to 2^-11 of each summand."""
+    return weighed(selection.to(tl.float32), x, total, FULL)
+
+
+@triton.jit
 def counted_exactly(selection, x, total, FULL: tl.constexpr):
     """selection @ x + total for x of any range: 16 bits of x's precision at least."""
     if FULL:

@@ -198,8 +198,8 @@ def tree_backward_kernel(
         square = own[:, None] * padded + own[None, :]
 
         product, rest = load_parts(products, plane, square, None, FULL)
-        high, low = load_parts(products, plane, own * padded + own, None, FULL)
-        diagonal = whole(high, low, FULL)[:, None]
+        own_high, own_low = load_parts(products, plane, own * padded + own, None, FULL)
+        diagonal = whole(own_high, own_low, FULL)[:, None]
 
         for block in range(BLOCKS):
             at = block * CHUNK
