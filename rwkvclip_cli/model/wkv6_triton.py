@@ -4,8 +4,8 @@
 
 Legend: B batch, T tokens, H heads, N channels of a head.
 
-A score is a product of two vectors, each decayed to a border between its tokens (see `wkv6_matrix`). Inside a tile of 64
-tokens the short form takes one border for all pairs, the middle of the tile's decay, and so exponents of either sign;
+A score is a product of two vectors, each decayed to a border between its tokens (see `wkv6_matrix`). Inside a tile of
+64 tokens the short form takes one border for all pairs, the middle of the tile's decay, and so exponents of either sign;
 where they would leave float32's range, which a head's weaker decays do not, the tree of borders of `wkv6_matrix` does
 that head again, without a positive exponent. Tiles pass sums of k v^T to each other, N x N a head (see `carry`).
 
@@ -14,18 +14,19 @@ rounded to no less than 16 bits and sums are float32, so that results are exact 
 added atomically, so they repeat.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from rwkvclip_cli.model.launching import launch
 from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
 from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TILE
 from rwkvclip_cli.model.wkv6_kernels.carry import carry_kernel, half_decay_kernel
 from rwkvclip_cli.model.wkv6_kernels.forward import forward_kernel
 from rwkvclip_cli.model.wkv6_kernels.tree import TREE_TOKENS, tree_backward_kernel, tree_forward_kernel
-
 
 TREE_WARPS = 2
 
@@ -33,9 +34,8 @@ TREE_WARPS = 2
 def wkv6_triton(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """WKV6 through kernels; arguments, result and types as `wkv6.wkv6` describes them, on one GPU, N a multiple of 16.
 
-    Memory beside the result is small up to 64 tokens; for more, a tile of 64 takes four of (B, H, N, N) for a moment, and
-    the backward pass (B, H, T, T). Gradients are exact up to the
-    rounding of the results; second ones there are none.
+    Beside the result the backward pass takes (B, H, T, T) for a moment, and either pass of more than 64 tokens some
+    (B, H, T / 64, N, N). Gradients are exact up to the rounding of the results; second ones there are none.
     """
     y: Tensor = _Wkv6.apply(r, k, v, w, u)  # type: ignore[no-untyped-call]
     return y
@@ -90,18 +90,21 @@ def backward(
         returned = _carry(r, grad_y, w, base, halves, full)
         strong = _launch_forward(k, r, grad_y, w, u, base, grad_v, returned, full)
         carried = _carry(k, v, w, base, halves, full)
-        for launch in _launches(tokens):
-            backward_kernel[(batch * heads * launch.count,)](
+        for tiles in _tiles(tokens):
+            launch(
+                backward_kernel, (batch * heads * tiles.count,),
                 r, k, v, w, u, base, grad_y, carried, returned, grad_r, grad_k, grad_w, sums[0], sums[1],
-                launch.first, launch.count, strong.shape[1], tokens, heads, FULL=full, HAS_BASE=base is not None,
-                PARTS=tree_tiles, **launch.sizes(channels, strong.shape[1]),
+                tiles.first, tiles.count, strong.shape[1], tokens, heads, N=channels, FULL=full,
+                HAS_BASE=base is not None, CARRIED=carried is not None, PARTS=tree_tiles, **_pieces(channels),
+                **tiles.backward_settings(carried is not None, channels),
             )  # fmt: skip
         side = tree_tiles * TREE_TOKENS.value
         products = r.new_empty(_parts_shape(full, batch * heads, side, side), dtype=_parts_type(full))
         _launch_tree(k, r, grad_y, w, u, base, grad_v, strong, full, v, products)
         several = triton.next_power_of_2(tree_tiles)
         gaps = r.new_zeros((batch * heads, several, channels), dtype=torch.float32) if several > 1 else sums
-        tree_backward_kernel[(batch * heads,)](
+        launch(
+            tree_backward_kernel, (batch * heads,),
             r, k, w, u, base, products, grad_r, grad_k, grad_w, sums[0], sums[1], gaps, strong, tokens, heads,
             N=channels, GAPS=several, FULL=full, HAS_BASE=base is not None, FLAGS=strong.shape[1], PARTS=tree_tiles,
             num_warps=TREE_WARPS, num_stages=1,
@@ -123,12 +126,14 @@ def _launch_forward(
 ) -> Tensor:
     """Fill y by the short form; return (B H, tiles) which tiles' decays were too strong for it."""
     batch, tokens, heads, channels = r.shape
-    tiles = triton.cdiv(tokens, TILE.value)
-    strong = r.new_empty((batch * heads, tiles), dtype=torch.bool)
-    for launch in _launches(tokens):
-        forward_kernel[(batch * heads * launch.count,)](
-            r, k, v, w, u, base, y, carried, strong, launch.first, launch.count, tiles, tokens, heads, FULL=full,
-            HAS_BASE=base is not None, **launch.sizes(channels, tiles), maxnreg=launch.forward_registers,
+    count = triton.cdiv(tokens, TILE.value)
+    strong = r.new_empty((batch * heads, count), dtype=torch.bool)
+    for tiles in _tiles(tokens):
+        launch(
+            forward_kernel, (batch * heads * tiles.count,),
+            r, k, v, w, u, base, y, carried, strong, tiles.first, tiles.count, count, tokens, heads, N=channels,
+            FULL=full, HAS_BASE=base is not None, CARRIED=carried is not None, **_pieces(channels),
+            **tiles.forward_settings(carried is not None),
         )  # fmt: skip
     return strong
 
@@ -148,7 +153,8 @@ def _launch_tree(
 ) -> None:
     """Fill y, and `products` where given, of those heads that have a tile with `strong` decays."""
     batch, tokens, heads, channels = r.shape
-    tree_forward_kernel[(batch * heads * triton.cdiv(tokens, TREE_TOKENS.value),)](
+    launch(
+        tree_forward_kernel, (batch * heads * triton.cdiv(tokens, TREE_TOKENS.value),),
         r, k, v, w, u, base, y, other, products, strong, tokens, heads, N=channels, FULL=full,
         HAS_BASE=base is not None, WITH_PRODUCTS=products is not None, FLAGS=strong.shape[1], num_warps=TREE_WARPS,
         num_stages=1,
@@ -162,9 +168,10 @@ def _halves(w: Tensor, base: Tensor | None, full: bool) -> Tensor | None:
     if tiles == 1:
         return None
     halves = w.new_empty((batch * heads, tiles, channels), dtype=torch.float32)
-    half_decay_kernel[(batch * heads * tiles,)](
-        w, base, halves, tiles, tokens, heads, N=channels, FULL=full, HAS_BASE=base is not None, num_warps=1
-    )
+    launch(
+        half_decay_kernel, (batch * heads * tiles,),
+        w, base, halves, tiles, tokens, heads, N=channels, FULL=full, HAS_BASE=base is not None, num_warps=1,
+    )  # fmt: skip
     return halves
 
 
@@ -175,10 +182,12 @@ def _carry(k: Tensor, v: Tensor, w: Tensor, base: Tensor | None, halves: Tensor 
     batch, tokens, heads, channels = k.shape
     tiles = halves.shape[1]
     carried = k.new_empty((*_parts_shape(full, 2, batch * heads), tiles, channels**2), dtype=_parts_type(full))
-    for side, launch in ((0, _launches(tokens)[0]), (1, _launches(tokens)[-1])):
-        carry_kernel[(batch * heads,)](
-            k, v, w, base, halves, carried, tiles, tokens, heads, N=channels, SIDE=side, ROWS=launch.rows,
-            MORE=tiles > 2, FULL=full, HAS_BASE=base is not None, num_warps=4, num_stages=1,
+    ends = _tiles(tokens)
+    for side, end in enumerate((ends[0], ends[-1])):
+        launch(
+            carry_kernel, (batch * heads,),
+            k, v, w, base, halves, carried, tiles, tokens, heads, N=channels, SIDE=side, ROWS=end.rows,
+            MORE=tiles > 2, FULL=full, HAS_BASE=base is not None, num_warps=TILE.value // CHUNK.value, num_stages=1,
         )  # fmt: skip
     return carried
 
@@ -196,33 +205,32 @@ def _parts_type(full: bool) -> torch.dtype:
     return torch.float32 if full else torch.bfloat16
 
 
-class _Launch(NamedTuple):
+@dataclass(frozen=True)
+class _Tiles:
     """Tiles of one number of rows, which as many warps work on as the rows make chunks."""
 
     first: int
     count: int
     rows: int
 
-    @property
-    def forward_registers(self) -> int | None:
-        """Most registers of a thread of the forward kernel, where a few less let one more program run beside."""
-        return 168 if self.rows == TILE.value else None
+    def forward_settings(self, carried: bool) -> dict[str, Any]:
+        # A few registers less let one program more run beside; with sums to read there are none to spare.
+        registers = 168 if self.rows == TILE.value and not carried else None
+        return {"M": self.rows, "num_warps": self.rows // CHUNK.value, "num_stages": 3, "maxnreg": registers}
 
-    def sizes(self, channels: int, tiles: int) -> dict[str, Any]:
-        """The sizes that kernels are compiled for."""
-        warps = self.rows // CHUNK.value
-        return {
-            "N": channels, "M": self.rows, "CARRIED": tiles > 1, "num_warps": warps, "num_stages": 3, **_pieces(channels)
-        }  # fmt: skip
+    def backward_settings(self, carried: bool, channels: int) -> dict[str, Any]:
+        # Loads are made ahead as far as the shared memory of two programs goes.
+        stages = 3 if self.rows == TILE.value and not (carried and channels > 64) else 2
+        return {"M": self.rows, "num_warps": self.rows // CHUNK.value, "num_stages": stages}
 
 
-def _launches(tokens: int) -> list[_Launch]:
+def _tiles(tokens: int) -> list[_Tiles]:
     """Whole tiles, and a last one of no more rows than it needs."""
     whole, rest = divmod(tokens, TILE.value)
     rows = max(CHUNK.value, triton.next_power_of_2(rest))
     if rest and rows == TILE.value:
         whole, rest = whole + 1, 0
-    return [launch for launch in (_Launch(0, whole, TILE.value), _Launch(whole, 1 if rest else 0, rows)) if launch.count]
+    return [tiles for tiles in (_Tiles(0, whole, TILE.value), _Tiles(whole, min(rest, 1), rows)) if tiles.count]
 
 
 def _pieces(channels: int) -> dict[str, tuple[int, ...]]:

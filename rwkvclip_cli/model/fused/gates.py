@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
+from rwkvclip_cli.model.launching import launch
 
 HEAD_ROWS, HEAD_BACK_ROWS, HEAD_WARPS = 32, 16, 4
 HEAD_PROGRAMS = 6
@@ -61,7 +62,8 @@ def _normalised(values, eps, HEAD: tl.constexpr, CHUNK: tl.constexpr):
 def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Layout) -> Tensor:
     """GroupNorm of y over each head, times SiLU(g); y and g (L, C), the result in the type of g."""
     z = torch.empty_like(g)
-    _head_gate_kernel[(max(1, triton.cdiv(layout.rows, HEAD_ROWS)), layout.heads)](
+    launch(
+        _head_gate_kernel, (max(1, triton.cdiv(layout.rows, HEAD_ROWS)), layout.heads),
         y, g, weight, bias, z, layout.rows, eps,
         C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_ROWS, num_warps=HEAD_WARPS,
     )  # fmt: skip
@@ -131,7 +133,8 @@ def head_gate_backward(
     z, grad_y = torch.empty_like(g), torch.empty_like(y)
     programs = max(1, min(layout.programs(HEAD_PROGRAMS) // layout.heads, triton.cdiv(layout.rows, HEAD_BACK_ROWS)))
     sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
-    _head_gate_back_kernel[(programs, layout.heads)](
+    launch(
+        _head_gate_back_kernel, (programs, layout.heads),
         grad_z, y, g, weight, bias, z, grad_y, grad_g, sums, layout.rows, eps,
         C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_BACK_ROWS, num_warps=HEAD_WARPS,
     )  # fmt: skip
@@ -150,7 +153,7 @@ def _squared_relu_kernel(hidden, count, FLAT: tl.constexpr):
 
 def squared_relu_(hidden: Tensor) -> Tensor:
     """max(0, hidden)^2 in place of a contiguous tensor."""
-    _squared_relu_kernel[_flat(hidden)](hidden, hidden.numel(), FLAT=FLAT, num_warps=4)
+    launch(_squared_relu_kernel, _flat(hidden), hidden, hidden.numel(), FLAT=FLAT, num_warps=4)
     return hidden
 
 
@@ -164,7 +167,7 @@ def _squared_relu_back_kernel(grad, squared, count, FLAT: tl.constexpr):
 
 def squared_relu_backward_(grad: Tensor, squared: Tensor) -> Tensor:
     """The gradient of `squared_relu_`'s input, from its result, in place of that of its result."""
-    _squared_relu_back_kernel[_flat(grad)](grad, squared, grad.numel(), FLAT=FLAT, num_warps=4)
+    launch(_squared_relu_back_kernel, _flat(grad), grad, squared, grad.numel(), FLAT=FLAT, num_warps=4)
     return grad
 
 
@@ -177,7 +180,7 @@ def _tanh_back_kernel(grad, result, count, FLAT: tl.constexpr):
 
 def tanh_backward_(grad: Tensor, result: Tensor) -> Tensor:
     """The gradient of tanh's input, from its result, in place of that of its result."""
-    _tanh_back_kernel[_flat(grad)](grad, result, grad.numel(), FLAT=FLAT, num_warps=4)
+    launch(_tanh_back_kernel, _flat(grad), grad, result, grad.numel(), FLAT=FLAT, num_warps=4)
     return grad
 
 
@@ -201,7 +204,8 @@ def _output_kernel(
 def gated_sum(x: Tensor, openness: Tensor, value: Tensor, keep: Tensor | None, layout: Layout) -> Tensor:
     """x + sigmoid(openness) * value * keep, float32, for x (L, C) float32, openness and value (L, C), keep (B)."""
     out = torch.empty_like(x)
-    _output_kernel[_output_tiles(layout)](
+    launch(
+        _output_kernel, _output_tiles(layout),
         x, openness, value, keep, out, layout.rows, layout.tokens,
         C=layout.width, ROWS=OUTPUT_ROWS, CHANNELS=OUTPUT_CHANNELS, KEEP=keep is not None, num_warps=4,
     )  # fmt: skip
@@ -232,7 +236,8 @@ def gated_sum_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `gated_sum`'s openness and value, in their types; that of x is `grad` itself."""
     grad_openness, grad_value = torch.empty_like(openness), torch.empty_like(value)
-    _output_back_kernel[_output_tiles(layout)](
+    launch(
+        _output_back_kernel, _output_tiles(layout),
         grad, openness, value, keep, grad_openness, grad_value, layout.rows, layout.tokens,
         C=layout.width, ROWS=OUTPUT_ROWS, CHANNELS=OUTPUT_CHANNELS, KEEP=keep is not None, num_warps=4,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import dot, put
+from rwkvclip_cli.model.launching import launch
 
 ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8
 WARPS, STAGES = 8, 3
@@ -55,7 +56,8 @@ def squared_relu_product(x: Tensor, weight: Tensor) -> Tensor:
     """max(0, x @ weight^T)^2 in the type of x, for x (L, C) and weight (F, C), both contiguous and of 16 bits."""
     rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    _hidden_kernel[(max(1, triton.cdiv(rows, ROWS)) * triton.cdiv(columns, COLUMNS),)](
+    launch(
+        _hidden_kernel, (max(1, triton.cdiv(rows, ROWS)) * triton.cdiv(columns, COLUMNS),),
         x, weight, out, rows, columns, 1, weight.stride(0),
         K=x.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, GROUP=GROUP, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from rwkvclip_cli.model.fused.layout import (
     take_neighbour,
     take_row,
 )
+from rwkvclip_cli.model.launching import launch
 
 RANK = tl.constexpr(MIX_RANK)
 MIX_ROWS, MIX_CHANNELS = 8, 128
@@ -83,7 +84,8 @@ def mix(shares: tuple[Tensor, ...], normed: Tensor, layout: Layout, *, inverse: 
     """normed + (shifted - normed) * share for one or two shares (C); with `inverse` a share is the token's own."""
     mixed = tuple(torch.empty_like(normed) for _ in shares)
     two = len(shares) == 2
-    _mix_kernel[_tiles(layout, MIX_ROWS, MIX_CHANNELS)](
+    launch(
+        _mix_kernel, _tiles(layout, MIX_ROWS, MIX_CHANNELS),
         normed, shares[0], shares[1] if two else None, mixed[0], mixed[1] if two else None,
         layout.rows, **layout.places,
         ROWS=MIX_ROWS, CHANNELS=MIX_CHANNELS, TWO=two, INVERSE=inverse, num_warps=4,
@@ -138,7 +140,8 @@ def five_mixes(normed: Tensor, inner: Tensor, outer: Tensor, fixed: Tensor, layo
     """
     mixed = torch.empty((5, *normed.shape), dtype=normed.dtype, device=normed.device)
     tile = FIVE[normed.itemsize]
-    _five_mixes_kernel[_tiles(layout, tile.rows, tile.channels)](
+    launch(
+        _five_mixes_kernel, _tiles(layout, tile.rows, tile.channels),
         normed, inner, outer, fixed, mixed, layout.rows * layout.width, layout.rows, **layout.places,
         PRECISION=precision(normed.dtype), **tile.settings(),
     )  # fmt: skip
@@ -208,7 +211,8 @@ def five_mixes_backward(
     """
     back = FiveBack(torch.empty_like(grads), *(torch.empty_like(normed) for _ in range(3)))
     tile = BACK[normed.itemsize]
-    _five_back_kernel[_tiles(layout, tile.rows, tile.channels)](
+    launch(
+        _five_back_kernel, _tiles(layout, tile.rows, tile.channels),
         grads, normed, inner, outer, fixed, share_x, *back, layout.rows * layout.width, layout.rows, **layout.places,
         PRECISION=precision(normed.dtype), **tile.settings(),
     )  # fmt: skip
@@ -243,7 +247,8 @@ def inner_backward(grad_shares: Tensor, inner: Tensor, outer: Tensor, layout: La
     """The gradient (L, 5 R) of what the tanh behind `inner` read, from the shares' (5, L, C)."""
     before = torch.empty_like(inner)
     tile = INNER[inner.itemsize]
-    _inner_back_kernel[(max(1, triton.cdiv(layout.rows, tile.rows)), 5)](
+    launch(
+        _inner_back_kernel, (max(1, triton.cdiv(layout.rows, tile.rows)), 5),
         grad_shares, inner, outer, before, layout.rows * layout.width, layout.rows,
         C=layout.width, PRECISION=precision(inner.dtype), **tile.settings(),
     )  # fmt: skip

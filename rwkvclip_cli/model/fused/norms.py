@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, columns_inside, neighbour, put, take, take_neighbour, take_row
+from rwkvclip_cli.model.launching import launch
 
 WARPS = 2
 # A warp to a row, which it reads in pieces of CHUNK channels: so widths like 640 leave no thread idle, and a row's sums
@@ -96,7 +97,8 @@ def add_norm(
     total = x if change is None else torch.empty_like(x)
     normed = torch.empty_like(x, dtype=dtype)
     mean, rstd = torch.empty((2, layout.rows), dtype=torch.float32, device=x.device)
-    _add_norm_kernel[(max(1, triton.cdiv(layout.rows, ROWS)),)](
+    launch(
+        _add_norm_kernel, (max(1, triton.cdiv(layout.rows, ROWS)),),
         x, change, keep, weight, bias, total, normed, mean, rstd, layout.rows, eps,
         C=layout.width, TOKENS=layout.tokens, ROWS=ROWS, CHUNK=CHUNK, ADD=change is not None, KEEP=keep is not None,
         num_warps=WARPS,
@@ -228,7 +230,8 @@ def norm_backward(
     sums = torch.empty((programs, 4, layout.width), dtype=torch.float32, device=x.device)
     two = len(grads) == 2
     own, near = parts or (None, None)
-    _norm_backward_kernel[(programs,)](
+    launch(
+        _norm_backward_kernel, (programs,),
         grads[0], grads[1] if two else None, shares[0], shares[1] if two else None, own, near,
         x, saved.mean, saved.rstd, weight, bias, grad_total, keep, grad_x, grad_change, sums, layout.rows,
         **layout.places, ROWS=ROWS, CHUNK=CHUNK, TWO=two, INVERSE=inverse, PARTS=parts is not None,

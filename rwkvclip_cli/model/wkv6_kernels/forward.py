@@ -12,9 +12,9 @@ from rwkvclip_cli.model.wkv6_kernels.borders import (
     CHUNK,
     LARGEST_FACTOR,
     LARGEST_FACTOR_FULL,
+    TILE,
     around_half,
     decay_size,
-    TILE,
     head_place,
 )
 from rwkvclip_cli.model.wkv6_kernels.carry import carried_place
