@@ -5,9 +5,9 @@
 Legend: B batch, T tokens, H heads, N channels of a head.
 
 A score is a product of two vectors, each decayed to a border between its tokens (see `wkv6_matrix`). Inside a tile of
-64 tokens the short form takes one border for all pairs, the middle of the tile's decay, and so exponents of either sign;
-where they would leave float32's range, which a head's weaker decays do not, the tree of borders of `wkv6_matrix` does
-that head again, without a positive exponent. Tiles pass sums of k v^T to each other, N x N a head (see `carry`).
+64 tokens the short form takes one border for all pairs, the middle of the tile's decay, and so exponents of either
+sign; where they would leave float32's range, which a head's weaker decays do not, the tree of borders of `wkv6_matrix`
+does that head again, without a positive exponent. Tiles pass sums of k v^T to each other, N x N a head (see `carry`).
 
 The gradient of v is the forward pass with r and k exchanged; a second kernel makes those of r, k, w and u. Operands are
 rounded to no less than 16 bits and sums are float32, so that results are exact up to their own rounding; nothing is

@@ -17,7 +17,7 @@ from rwkvclip_cli.model.blocks import MIX_RANK
 from rwkvclip_cli.model.fused.gates import head_gate, head_gate_backward, tanh_backward_
 from rwkvclip_cli.model.fused.layout import Layout
 from rwkvclip_cli.model.fused.mixes import five_mixes, five_mixes_backward, inner_backward, mix
-from rwkvclip_cli.model.fused.norms import add_norm, norm_backward
+from rwkvclip_cli.model.fused.norms import Normed, add_norm, norm_backward
 from rwkvclip_cli.model.fused.products import cast_into, full_product
 
 Parameters = Mapping[str, Tensor]
@@ -43,8 +43,14 @@ class Eps(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs beside the branch's input."""
+    """What the backward pass needs."""
 
+    x: Tensor
+    """(L, C) float32: the branch's input."""
+    normed: Tensor
+    """(L, C): the input's norm."""
+    mean: Tensor
+    rstd: Tensor
     inner: Tensor
     """(L, 160): the tanh inside the five mixes."""
     decay_inner: Tensor
@@ -82,12 +88,12 @@ def forward(
 ) -> tuple[Tensor, Kept, Weights]:
     """The change (L, C), in `dtype`, that the branch makes to x (L, C) float32."""
     weights = Weights.of(parameters, dtype)
-    normed = add_norm(x, parameters["ln1.weight"], parameters["ln1.bias"], eps.ln1, dtype, layout).normed
+    norm = add_norm(x, parameters["ln1.weight"], parameters["ln1.bias"], eps.ln1, dtype, layout)
+    normed = norm.normed
     (x_x,) = mix((parameters["att.time_maa_x"],), normed, layout)
     inner = torch.mm(x_x, weights.mix_in).tanh_()
     del x_x
     mixed = five_mixes(normed, inner, weights.mix_out, _fixed(parameters), layout)
-    del normed
     kvrg = torch.bmm(mixed[1:], weights.square.transpose(1, 2))
     decay_inner = torch.mm(mixed[0], weights.decay_in).tanh_()
     del mixed
@@ -97,13 +103,12 @@ def forward(
     r, k, v, w = _by_head(layout, _wide(r), k, v, w)
     y = wkv6_triton.forward(r, k, v, w, u, base).view(x.shape)
     z = head_gate(y, g, parameters["att.ln_x.weight"], parameters["att.ln_x.bias"], eps.heads, layout)
-    return torch.mm(z, weights.output.t()), Kept(inner, decay_inner, kvrg, y), weights
+    return torch.mm(z, weights.output.t()), Kept(*norm, inner, decay_inner, kvrg, y), weights
 
 
 def backward(
     grad_change: Tensor,
     grad_total: Tensor,
-    x: Tensor,
     kept: Kept,
     weights: Weights,
     parameters: Parameters,
@@ -117,7 +122,6 @@ def backward(
         grad_change: gradient (L, C) of the change, in the compute type.
         grad_total: gradient (L, C) float32 of x from all beside this branch.
     """
-    dtype = kept.kvrg.dtype
     k, v, r, g = kept.kvrg
     grads: dict[str, Tensor] = {}
     grad_kvrg = torch.empty_like(kept.kvrg)
@@ -149,12 +153,12 @@ def backward(
     del grad_w
 
     fixed = _fixed(parameters)
-    normed = add_norm(x, parameters["ln1.weight"], parameters["ln1.bias"], eps.ln1, dtype, layout)
+    norm = Normed(kept.x, kept.normed, kept.mean, kept.rstd)
     share = parameters["att.time_maa_x"]
-    shares = grad_kvrg.new_empty((len(FIXED), *x.shape))
+    shares = grad_kvrg.new_empty((len(FIXED), *kept.x.shape))
     torch.mm(grad_decay_inner, weights.decay_in.t(), out=shares[0])
     torch.bmm(grad_kvrg, weights.square, out=shares[1:])
-    back = five_mixes_backward(shares, normed.normed, kept.inner, weights.mix_out, fixed, share, layout)
+    back = five_mixes_backward(shares, kept.normed, kept.inner, weights.mix_out, fixed, share, layout)
     # `shares` held the gradients of the mixes, and holds those of the shares by now.
     if needed & set(SQUARE):
         grads.update(zip(SQUARE, full_product(grad_kvrg.transpose(1, 2), back.mixed[1:]), strict=True))
@@ -173,7 +177,7 @@ def backward(
     if "att.time_maa_w1" in needed:
         grads["att.time_maa_w1"] = full_product(back.mixed_x.t(), grad_before)
     grad_x, _, sums = norm_backward(
-        (torch.mm(grad_before, weights.mix_in.t()),), (share,), normed, parameters["ln1.weight"],
+        (torch.mm(grad_before, weights.mix_in.t()),), (share,), norm, parameters["ln1.weight"],
         parameters["ln1.bias"], grad_total, layout, parts=(back.grad_own, back.grad_near),
     )  # fmt: skip
     grads["att.time_maa_x"], _, grads["ln1.weight"], grads["ln1.bias"] = sums

@@ -3,8 +3,8 @@
     >>> y = fused_block(block, x_btc, Shift(heads=8, grid=(7, 7)), torch.bfloat16)
 
 The residual stream and its gradient are float32. All else lies in memory in the compute type, and all arithmetic
-between the products is float32. The backward pass recomputes the norms and the mixes from the stream rather than keep
-them. Gradients of parameters are float32, summed in a fixed order.
+between the products is float32. The backward pass recomputes the mixes from the norms rather than keep them. Gradients
+of parameters are float32, summed in a fixed order.
 """
 
 import operator
@@ -91,14 +91,14 @@ class _FusedBlock(torch.autograd.Function):
             )
         ctx.call = call
         # The copies of the matrices are kept too: a few hundred MiB in all, where casting again would cost time.
-        ctx.save_for_backward(stream, keep_1, keep_2, *att, *att_weights, *ffn, *ffn_weights, *tensors)
+        ctx.save_for_backward(keep_1, keep_2, *att, *att_weights, *ffn, *ffn_weights, *tensors)
         return out.view(x.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        stream, keep_1, keep_2, *saved = ctx.saved_tensors
+        keep_1, keep_2, *saved = ctx.saved_tensors
         rest = iter(saved)
         att = attention.Kept(*islice(rest, len(attention.Kept._fields)))
         att_weights = attention.Weights(*islice(rest, len(attention.Weights._fields)))
@@ -109,11 +109,11 @@ class _FusedBlock(torch.autograd.Function):
         needed = frozenset(name for name, need in zip(call.names, needs, strict=True) if need)
         with torch.autocast(grad.device.type, enabled=False):
             grad_total, grad_change, grads = channels.backward(
-                grad.contiguous().view(stream.shape), ffn, ffn_weights, (keep_1, keep_2), parameters, needed,
-                call.kind, call.eps, call.layout,
+                grad.contiguous().view(att.x.shape), ffn, ffn_weights, (keep_1, keep_2), parameters, needed,
+                call.kind, call.layout,
             )  # fmt: skip
             grad_x, more = attention.backward(
-                grad_change, grad_total, stream, att, att_weights, parameters, needed, call.eps, call.layout
+                grad_change, grad_total, att, att_weights, parameters, needed, call.eps, call.layout
             )
         grads.update(more)
         of_parameters = (grads[name].view(parameters[name].shape) if name in needed else None for name in call.names)

@@ -16,7 +16,7 @@ from rwkvclip_cli.model.fused.gates import gated_sum, gated_sum_backward, square
 from rwkvclip_cli.model.fused.hidden import squared_relu_product
 from rwkvclip_cli.model.fused.layout import Layout
 from rwkvclip_cli.model.fused.mixes import mix
-from rwkvclip_cli.model.fused.norms import add_norm, norm_backward
+from rwkvclip_cli.model.fused.norms import Normed, add_norm, norm_backward
 from rwkvclip_cli.model.fused.products import cast, full_product
 
 Keep = tuple[Tensor | None, Tensor | None]
@@ -32,6 +32,10 @@ class Kept(NamedTuple):
 
     total: Tensor
     """(L, C) float32: the stream that the branch reads."""
+    normed: Tensor
+    """(L, C): the stream's norm."""
+    mean: Tensor
+    rstd: Tensor
     squared: Tensor
     """(L, F): the hidden channels' squared ReLU, which also tells the ReLU itself."""
     openness: Tensor
@@ -66,16 +70,15 @@ def forward(
     """The first branch's change added to x (L, C) float32, and this branch's to the sum; float32."""
     weights = Weights(*cast([parameters[name] for name in MATRICES], dtype))
     key, value, receptance = weights
-    total, normed, _, _ = add_norm(
-        x, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout, change, keep[0]
-    )
-    x_k, x_r = mix(_shares(parameters, kind), normed, layout, inverse=kind == "image")
+    norm = add_norm(x, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout, change, keep[0])
+    x_k, x_r = mix(_shares(parameters, kind), norm.normed, layout, inverse=kind == "image")
     squared = squared_relu_product(x_k, key) if dtype.itemsize == 2 else squared_relu_(torch.mm(x_k, key.t()))
-    del x_k, normed
+    del x_k
     openness = torch.mm(x_r, receptance.t())
     del x_r
     through = torch.mm(squared, value.t())
-    return gated_sum(total, openness, through, keep[1], layout), Kept(total, squared, openness, through), weights
+    out = gated_sum(norm.total, openness, through, keep[1], layout)
+    return out, Kept(*norm, squared, openness, through), weights
 
 
 def backward(
@@ -86,7 +89,6 @@ def backward(
     parameters: Parameters,
     needed: frozenset[str],
     kind: Kind,
-    eps: Eps,
     layout: Layout,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """From the gradient (L, C) float32 of the result to that of the sum (float32) and of the first branch's change.
@@ -103,15 +105,15 @@ def backward(
     del grad_value
     grad_mixes = torch.mm(grad_hidden, key), torch.mm(grad_openness, receptance)
     shares = _shares(parameters, kind)
-    normed = add_norm(kept.total, parameters["ln2.weight"], parameters["ln2.bias"], eps.ln2, dtype, layout)
+    norm = Normed(kept.total, kept.normed, kept.mean, kept.rstd)
     if needed & {"ffn.key.weight", "ffn.receptance.weight"}:
-        x_k, x_r = mix(shares, normed.normed, layout, inverse=kind == "image")
+        x_k, x_r = mix(shares, kept.normed, layout, inverse=kind == "image")
         grads["ffn.key.weight"] = full_product(grad_hidden.t(), x_k)
         grads["ffn.receptance.weight"] = full_product(grad_openness.t(), x_r)
         del x_k, x_r
     del grad_hidden, grad_openness
     grad_total, grad_change, sums = norm_backward(
-        grad_mixes, shares, normed, parameters["ln2.weight"], parameters["ln2.bias"], grad, layout,
+        grad_mixes, shares, norm, parameters["ln2.weight"], parameters["ln2.bias"], grad, layout,
         inverse=kind == "image", change_dtype=dtype, keep=keep[0],
     )  # fmt: skip
     assert grad_change is not None

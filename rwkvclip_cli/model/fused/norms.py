@@ -75,7 +75,7 @@ def _add_norm_kernel(
 
 
 class Normed(NamedTuple):
-    """A norm's input (L, C) float32, its result (L, C), and its statistics (L) float32."""
+    """A norm's input (L, C) float32, its result (L, C), and its statistics (L) float32; kept for the backward pass."""
 
     total: Tensor
     normed: Tensor
