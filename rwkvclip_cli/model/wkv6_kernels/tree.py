@@ -10,7 +10,7 @@ they are. Legend: M tokens of a tile, 16 channels of a block.
 import triton
 import triton.language as tl
 
-from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, LOG2_E, beyond, decay_size, head_place
+from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, LOG2_E, decay_size, head_place
 from rwkvclip_cli.model.wkv6_kernels.parts import (
     counted_exactly,
     dot_across,
@@ -50,6 +50,12 @@ def any_strong(strong, tiles):
     for tile in range(1, tiles):
         found = found | tl.load(strong + tile)
     return found
+
+
+@triton.jit
+def _on_side(row, column, side):
+    """Which tokens (columns) lie between a token (row) and the tile's first edge (side 0) or its last (1)."""
+    return ((column < row) & (side == 0)) | ((column > row) & (side == 1))
 
 
 @triton.jit
@@ -108,21 +114,22 @@ def tree_forward_kernel(
         store_parts(products, plane, own[None, :], product, None, FULL)
 
     # Other tiles, the nearer first, to the left and then to the right; `between` sums the decays of tiles passed by.
-    for side in tl.static_range(2):
+    # One loop for both sides, and one body of code: it is compiled at every first start, and seldom used.
+    for side in range(2):
         received = ()
         received_low = ()
         between = ()
         for block in tl.static_range(BLOCKS):
             size = decay_size(w, base, place, lane, block * CHUNK, inside, HAS_BASE)
-            factor = tl.exp2(-counted_exactly(beyond(row[:, None], row[None, :], side == 0), size, None, FULL))
+            factor = tl.exp2(-counted_exactly(_on_side(row[:, None], row[None, :], side), size, None, FULL))
             r_tile = tl.load(r + place + block * CHUNK, mask=inside, other=0.0).to(tl.float32)
             part, rest = parts(r_tile * factor, FULL)
             received = received + (part,)
             received_low = received_low + (rest,)
             between = between + (tl.zeros((M, CHUNK), tl.float32),)
-        count = tile if side == 0 else tiles - 1 - tile
+        count = tile + side * (tiles - 1 - 2 * tile)
         for distance in range(1, count + 1):
-            there = (tile - distance if side == 0 else tile + distance) * M + row
+            there = (tile + (2 * side - 1) * distance) * M + row
             there_inside = (there < tokens)[:, None]
             there_place = there[:, None] * stride + lane[None, :]
             there_v = ()
@@ -132,7 +139,7 @@ def tree_forward_kernel(
             passed = ()
             for block in tl.static_range(BLOCKS):
                 size = decay_size(w, base, there_place, lane, block * CHUNK, there_inside, HAS_BASE)
-                away = beyond(row[:, None], row[None, :], side == 1)
+                away = _on_side(row[None, :], row[:, None], side)
                 factor = tl.exp2(-counted_exactly(away, size, between[block], FULL))
                 k_tile = tl.load(k + there_place + block * CHUNK, mask=there_inside, other=0.0).to(tl.float32)
                 part, rest = parts(k_tile * factor, FULL)
@@ -233,14 +240,14 @@ def tree_backward_kernel(
                 farther = (tile_of_gap > tile) & (tile_of_gap < tiles)
                 grad_decay += tl.sum(tl.load(gap, mask=farther[:, None], other=0.0), axis=0)[None, :]
                 tl.debug_barrier()
-                for side in tl.static_range(2):
-                    edge = beyond(row[:, None], row[None, :], side == 0)
+                for side in range(2):
+                    edge = _on_side(row[:, None], row[None, :], side)
                     own_factor = tl.exp2(-counted_exactly(edge, size, None, FULL))
                     passed = tl.zeros((M, CHUNK), tl.float32)
                     weight = tl.zeros((M, CHUNK), tl.float32)
-                    count = tile if side == 0 else tiles - 1 - tile
+                    count = tile + side * (tiles - 1 - 2 * tile)
                     for distance in range(1, count + 1):
-                        other_tile = tile - distance if side == 0 else tile + distance
+                        other_tile = tile + (2 * side - 1) * distance
                         there = other_tile * M + row
                         there_inside = (there < tokens)[:, None]
                         there_place = there[:, None] * stride + lane[None, :]
@@ -251,7 +258,7 @@ def tree_backward_kernel(
                         sent_at = there[:, None] * padded + own[None, :]
                         received, received_low = load_parts(products, plane, received_at, None, FULL)
                         sent, sent_low = load_parts(products, plane, sent_at, None, FULL)
-                        away = beyond(row[:, None], row[None, :], side == 1)
+                        away = _on_side(row[None, :], row[:, None], side)
                         factor = tl.exp2(-counted_exactly(away, there_size, passed, FULL))
                         passed = counted_exactly(row[:, None] >= 0 * row[None, :], there_size, passed, FULL)
                         part, low = parts(there_k * factor, FULL)
@@ -262,10 +269,10 @@ def tree_backward_kernel(
                         grad_k_tile += pair_k
                         pair_weight = r_tile * pair_r + k_tile * pair_k
                         weight += pair_weight
-                        if side == 1 and distance > 1:
+                        if (side == 1) & (distance > 1):
                             gap_there = gaps + other_tile * N + at + lane
                             tl.store(gap_there, tl.load(gap_there) + tl.sum(pair_weight, axis=0))
-                    grad_decay += counted_exactly(beyond(row[None, :], row[:, None], side == 0), weight, None, FULL)
+                    grad_decay += counted_exactly(_on_side(row[None, :], row[:, None], side), weight, None, FULL)
                 tl.debug_barrier()
 
             grad_w_tile = grad_decay * (size * (-1.0 / LOG2_E))
