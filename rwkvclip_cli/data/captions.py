@@ -11,13 +11,14 @@ import functools
 import gzip
 import hashlib
 import html
-import importlib.resources
+import io
 import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import add
+from pathlib import Path
 
 CONTEXT_LENGTH = 77
 START_TEXT, END_TEXT = "<|startoftext|>", "<|endoftext|>"
@@ -25,6 +26,7 @@ START_ID, END_ID = 49406, 49407
 VOCAB_SIZE = 49408
 
 MERGES_FILE = "bpe_simple_vocab_16e6.txt.gz"
+MERGES_BYTES = 1 << 20  # of its text, in which that many merges are
 MERGE_COUNT = 49152 - 256 - 2  # the table goes on, but CLIP stops here
 END_OF_WORD = "</w>"
 WORDS = (
@@ -246,7 +248,7 @@ class _Chunks(dict[str, tuple[int, ...]]):
 
 
 def _merges_file() -> bytes:
-    return importlib.resources.files("rwkvclip_cli.data").joinpath(MERGES_FILE).read_bytes()
+    return Path(__file__).with_name(MERGES_FILE).read_bytes()
 
 
 def _byte_symbols() -> list[str]:
@@ -266,7 +268,10 @@ def _vocabulary() -> list[str]:
 @functools.cache
 def _pairs() -> tuple[list[str], list[str]]:
     """The left and the right ones of the pairs of pieces to merge, by rank."""
-    lines = gzip.decompress(_merges_file()).decode("utf-8").split("\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
+    # The table goes on for five times as long.
+    with gzip.open(io.BytesIO(_merges_file())) as file:
+        text = file.read(MERGES_BYTES).decode("utf-8", "ignore")
+    lines = text.split("\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
     pieces = " ".join(lines).split(" ")
     return pieces[::2], pieces[1::2]
 

@@ -6,12 +6,12 @@
 
 import contextlib
 import os
+import socket
 import sys
 import traceback
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.channel import Channel
@@ -153,7 +153,7 @@ def _token_counts(labels: "array[float]", slots: int, context_length: int) -> li
 
 def main(descriptor: int, shared: int) -> None:
     """Serve batches over the inherited socket and file until the other side closes the socket."""
-    channel = Channel(Connection(descriptor), shared)
+    channel = Channel(socket.socket(fileno=descriptor), shared)
     try:
         options: WorkerOptions = channel.receive()
         decoder = Decoder()
