@@ -94,12 +94,11 @@ def pack_samples(
             outcomes[index] = Reject(source, picture.reason, f"{source}: {picture.message}")
             continue
         found = captions[index]
-        ids, truncated = tokenizer.fill_slots(found, options.captions, options.context_length)
-        if HEADER_BYTES + 4 * len(ids) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
+        labels, truncated = tokenizer.fill_slots(found, options.captions, options.context_length)
+        if HEADER_BYTES + 4 * len(labels) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
             message = f"{source}: a JPEG of {len(picture.jpeg):,} bytes; a record holds less than {MAX_PAYLOAD_BYTES:,}"
             outcomes[index] = Reject(source, "too-large", message)
             continue
-        labels = array("f", ids)
         slots = min(len(found), options.captions)
         outcomes[index] = Packed(
             source,
