@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.limits import MAX_PIXELS
 
 CONFIG_FILE = "rwkvclip.toml"
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 MODELS = ("rwkv-clip-b32", "rwkv-clip-b16", "tiny")
 SOURCE_FORMATS = ("auto", "folder", "imagefolder", "table", "parquet", "webdataset")
-MAX_PIXELS = 178_956_970  # Pillow's own bound against decompression bombs
 DATA_NAMES = "OUT.rec (of shards too), one shard's .rec, or a quoted pattern such as 'out-*.rec'"
 COMPILE_HELP = (
     "Run each block as fused kernels, which Triton compiles at first use and keeps on disk; without, as plain PyTorch "

@@ -11,13 +11,15 @@ import functools
 import gzip
 import hashlib
 import html
-import importlib.resources
+import io
 import itertools
 import re
 import unicodedata
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import add
+from pathlib import Path
 
 CONTEXT_LENGTH = 77
 START_TEXT, END_TEXT = "<|startoftext|>", "<|endoftext|>"
@@ -25,6 +27,7 @@ START_ID, END_ID = 49406, 49407
 VOCAB_SIZE = 49408
 
 MERGES_FILE = "bpe_simple_vocab_16e6.txt.gz"
+MERGES_BYTES = 1 << 20  # of its text, in which that many merges are
 MERGE_COUNT = 49152 - 256 - 2  # the table goes on, but CLIP stops here
 END_OF_WORD = "</w>"
 WORDS = (
@@ -70,28 +73,32 @@ class Tokenizer:
 
     def tokenize(self, text: str, context_length: int = CONTEXT_LENGTH) -> list[int]:
         """`context_length` ids: start, text, end, zeros. A longer text is cut and the last id is still the end."""
-        return _fit(self.encode(text), context_length)
+        ids = _marked(self.encode(text), context_length)
+        return ids + [0] * (context_length - len(ids))
 
     def fill_slots(
         self, captions: Sequence[str | Sequence[int]], slots: int, context_length: int = CONTEXT_LENGTH
-    ) -> tuple[list[int], int]:
-        """The `slots * context_length` ids of a record, and how many of its captions had to be cut.
+    ) -> tuple["array[float]", int]:
+        """The `slots * context_length` ids of a record, as its label holds them, and how many of its captions were cut.
 
         A caption that is ids already, `context_length` of them, is taken as it is. Fewer captions than slots repeat in
         order (a, b fill three slots as a, b, a); captions beyond are left out. Raises ValueError without any caption.
         """
         if not captions:
             raise ValueError("a record needs at least one caption")
-        rows: list[Sequence[int]] = []
+        rows: list[bytes] = []
         cut = 0
         for caption in captions[:slots]:
             if isinstance(caption, str):
                 ids = self.encode(caption)
                 cut += len(ids) + 2 > context_length
-                rows.append(_fit(ids, context_length))
+                # Most of a slot is padding: made as bytes, not number by number.
+                rows.append(array("f", _marked(ids, context_length)).tobytes().ljust(4 * context_length, b"\0"))
             else:
-                rows.append(caption)
-        return list(itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), slots))), cut
+                rows.append(array("f", caption).tobytes())
+        labels = array("f")
+        labels.frombytes(b"".join(itertools.islice(itertools.cycle(rows), slots)))
+        return labels, cut
 
     def decode(self, ids: Iterable[float]) -> str:
         """The cleaned text of `ids`, which may be a slot of a record: start, end and padding are left out.
@@ -101,9 +108,9 @@ class Tokenizer:
         return _decode(ids)
 
 
-def _fit(ids: list[int], context_length: int) -> list[int]:
-    kept = ids[: context_length - 2]
-    return [START_ID, *kept, END_ID] + [0] * (context_length - 2 - len(kept))
+def _marked(ids: list[int], context_length: int) -> list[int]:
+    """Start, as many of `ids` as there is room for, end."""
+    return [START_ID, *ids[: context_length - 2], END_ID]
 
 
 def _decode(ids: Iterable[float]) -> str:
@@ -246,7 +253,7 @@ class _Chunks(dict[str, tuple[int, ...]]):
 
 
 def _merges_file() -> bytes:
-    return importlib.resources.files("rwkvclip_cli.data").joinpath(MERGES_FILE).read_bytes()
+    return Path(__file__).with_name(MERGES_FILE).read_bytes()
 
 
 def _byte_symbols() -> list[str]:
@@ -266,7 +273,10 @@ def _vocabulary() -> list[str]:
 @functools.cache
 def _pairs() -> tuple[list[str], list[str]]:
     """The left and the right ones of the pairs of pieces to merge, by rank."""
-    lines = gzip.decompress(_merges_file()).decode("utf-8").split("\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
+    # The table goes on for five times as long.
+    with gzip.open(io.BytesIO(_merges_file())) as file:
+        text = file.read(MERGES_BYTES).decode("utf-8", "ignore")
+    lines = text.split("\n", MERGE_COUNT + 1)[1 : MERGE_COUNT + 1]
     pieces = " ".join(lines).split(" ")
     return pieces[::2], pieces[1::2]
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.console import RwkvClipError, counted
 from rwkvclip_cli.data.captions import VOCAB_SIZE
 from rwkvclip_cli.data.packing.pool import Outcome, Pool
@@ -25,6 +24,7 @@ from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Origin, Part, Sources
 from rwkvclip_cli.inspect.index import Listing, read_listing
 from rwkvclip_cli.inspect.scan import Damage, RecFile, Whole
+from rwkvclip_cli.limits import MAX_PIXELS
 
 # Takes samples and gives what would become of each in a pack, in order; None judges by the bytes alone.
 Prover = Callable[[Iterable[Item]], Iterator[Outcome]]

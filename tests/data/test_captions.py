@@ -211,13 +211,23 @@ def test_long_captions_are_cut_and_keep_the_end() -> None:
 
 def test_fewer_captions_than_slots_repeat_in_order() -> None:
     a, b, c = ([START_ID, number, END_ID, 0] for number in (320, 2368, 1929))
-    assert tokenizer.fill_slots(["a"], 3, 4)[0] == a + a + a
-    assert tokenizer.fill_slots(["a", "cat"], 3, 4)[0] == a + b + a
-    assert tokenizer.fill_slots(["a", "cat", "dog"], 3, 4)[0] == a + b + c
-    assert tokenizer.fill_slots(["a", "cat", "dog"], 2, 4)[0] == a + b
+
+    def filled(*captions: str | list[int], slots: int = 3) -> list[float]:
+        return list(tokenizer.fill_slots(captions, slots, 4)[0])
+
+    assert filled("a") == a + a + a
+    assert filled("a", "cat") == a + b + a
+    assert filled("a", "cat", "dog") == a + b + c
+    assert filled("a", "cat", "dog", slots=2) == a + b
+    assert filled(b, "a a a", [7, 8, 0, 9]) == [*b, START_ID, 320, 320, END_ID, 7, 8, 0, 9]
     assert len(tokenizer.fill_slots(["a"], 3)[0]) == 231
     with pytest.raises(ValueError, match="at least one caption"):
         tokenizer.fill_slots([], 3)
+
+
+def test_a_slot_holds_what_the_tokenizer_gives() -> None:
+    for text in ("", "a cat", "cat " * 74, "cat " * 75, "cat " * 100):
+        assert list(tokenizer.fill_slots([text], 2)[0]) == 2 * tokenizer.tokenize(text)
 
 
 def test_cut_captions_are_counted_once_each() -> None:

@@ -10,25 +10,33 @@ A socket takes a picture in many pieces and each end copies it twice more; the f
 import io
 import os
 import pickle
-import tempfile
-from multiprocessing.connection import Connection
+import select
+import socket
+import struct
 from typing import Any, BinaryIO
 
 LONG_BYTES = 1 << 12
 KEPT_BYTES = 1 << 22  # what the file may hold on to between messages
+
+_SIZE = struct.Struct("<Q")  # of a message, before it
 
 
 def open_in_memory(name: str) -> BinaryIO:
     """A file in memory where the system has that, so that a full disk does not matter; else a temporary one."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create(name), "w+b", buffering=0)
+    import tempfile  # which loads much, nearly always for nothing
+
     return tempfile.TemporaryFile(buffering=0)
 
 
 class Channel:
-    """One end of a socket, and the file. Only one end may be sending, and the other has to receive before it sends."""
+    """One end of a socket, and the file. Only one end may be sending, and the other has to receive before it sends.
 
-    def __init__(self, connection: Connection, descriptor: int) -> None:
+    multiprocessing's own connections would do, but loading them is a tenth of a worker's start.
+    """
+
+    def __init__(self, connection: socket.socket, descriptor: int) -> None:
         self.connection = connection
         self._descriptor = descriptor
 
@@ -36,14 +44,32 @@ class Channel:
         """Send what can be pickled. Raises BrokenPipeError or ConnectionResetError where the other has gone."""
         message = io.BytesIO()
         _Pickler(message, self._descriptor).dump(thing)
-        self.connection.send_bytes(message.getbuffer())
+        self.connection.sendall(_SIZE.pack(message.tell()))
+        self.connection.sendall(message.getbuffer())
 
     def receive(self) -> Any:
         """Wait for the next thing. Raises EOFError or ConnectionResetError where the other has gone."""
-        thing = _Unpickler(io.BytesIO(self.connection.recv_bytes()), self._descriptor).load()
+        (size_bytes,) = _SIZE.unpack(self._receive_bytes(_SIZE.size))
+        thing = _Unpickler(io.BytesIO(self._receive_bytes(size_bytes)), self._descriptor).load()
         if os.fstat(self._descriptor).st_size > KEPT_BYTES:
             os.ftruncate(self._descriptor, 0)
         return thing
+
+    def has_word(self) -> bool:
+        """Whether `receive` would not wait."""
+        waiting = select.poll()
+        waiting.register(self.connection, select.POLLIN)
+        return bool(waiting.poll(0))
+
+    def _receive_bytes(self, count: int) -> bytes:
+        pieces = []
+        while count:
+            piece = self.connection.recv(count, socket.MSG_WAITALL)
+            if not piece:
+                raise EOFError
+            pieces.append(piece)
+            count -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class _Pickler(pickle.Pickler):

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.data.packing.images import read_rgb
 from rwkvclip_cli.data.packing.samples import BadImage
+from rwkvclip_cli.limits import MAX_PIXELS
 
 DIGEST_BYTES = 16
 CAPTION_BYTES = 8

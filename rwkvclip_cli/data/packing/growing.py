@@ -8,6 +8,7 @@
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,35 @@ class FollowingHash:
         self._total = total
         self._descriptor = -1
         self._size_bytes = 0
+        self._thread: threading.Thread | None = None
+
+    def follow(self) -> None:
+        """Read on to the present end beside the caller, who may append meanwhile; every other method waits for it."""
+        self._wait()
+        # Up to what is whole by now: of what is being written nobody knows how far it can be read.
+        behind = os.stat(self._path).st_size - self._size_bytes
+        self._thread = threading.Thread(target=self._follow, args=(behind,), name="rwkvclip-hash")
+        self._thread.start()
+
+    def _follow(self, limit: int) -> None:
+        with contextlib.suppress(OSError):  # which the next update meets as well
+            self._read_on(limit)
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def update(self, limit: int | None = None, tell: Callable[[], object] = lambda: None) -> Extent:
         """Read on to the present end, at most `limit` bytes; the extent up to there.
 
         `tell` is called for every MiB.
         """
+        self._wait()
+        self._read_on(limit, tell)
+        return Extent(self._size_bytes, self._sha256.hexdigest())
+
+    def _read_on(self, limit: int | None, tell: Callable[[], object] = lambda: None) -> None:
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY)
         left = limit
@@ -57,7 +81,6 @@ class FollowingHash:
             if left is not None:
                 left -= len(block)
             tell()
-        return Extent(self._size_bytes, self._sha256.hexdigest())
 
     def check(self, extent: Extent, tell: Callable[[], object] = lambda: None) -> None:
         """Read the first bytes, as many as `extent` says; UsageError where they are not those that were written."""
@@ -70,6 +93,7 @@ class FollowingHash:
 
     def close(self) -> None:
         """Let go of the file."""
+        self._wait()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

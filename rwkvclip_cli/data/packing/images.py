@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
-from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.data.packing.left_out import JPEG_FORMATS, STRIP_PIXELS, decode_whole
 from rwkvclip_cli.data.packing.samples import MAX_IMAGE_BYTES, BadImage, without_waiting
+from rwkvclip_cli.limits import MAX_PIXELS
 
 RGB = NDArray[np.uint8]  # (height, width, 3)
 

@@ -19,7 +19,6 @@ import struct
 import subprocess
 import sys
 import traceback
-from multiprocessing.connection import wait
 
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing import worker
@@ -91,16 +90,33 @@ class Nursery:
         self._log.seek(0)
         return self._log.read().decode("utf-8", "replace").strip()
 
+    def dismiss(self) -> None:
+        """Let it end once all its workers have, without waiting for that."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self, *, kill: bool = False) -> None:
         """Wait for the end of workers that nobody talks to any more, a few seconds at most; or end them all now."""
-        self._socket.shutdown(socket.SHUT_WR)
+        self.dismiss()
         # Popen's own wait with a timeout looks at times alone.
-        if kill or not wait([self._socket], END_WAIT_S):
+        self._socket.settimeout(END_WAIT_S)
+        if kill or not self._has_closed_its_end():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._socket.close()
         self._log.close()
+
+    def _has_closed_its_end(self) -> bool:
+        """Wait for that; False where the time was not enough."""
+        try:
+            while self._socket.recv(_CODE.size):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionResetError:
+            pass
+        return True
 
 
 def main(descriptor: int, proof: str) -> None:

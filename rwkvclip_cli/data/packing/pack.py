@@ -31,7 +31,7 @@ from rwkvclip_cli.data.packing.resume import changed_since, made_of, refuse_diff
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, SourceOptions, printable
 from rwkvclip_cli.data.packing.seen import Seen
 from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle
-from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources
+from rwkvclip_cli.data.packing.sources import columns_taken, count_samples, find_sources, kind_of
 from rwkvclip_cli.data.packing.summary import PackSummary
 from rwkvclip_cli.data.packing.tally import Tally
 from rwkvclip_cli.data.packing.tokens import check_rows, join_tokens, open_tokens
@@ -88,7 +88,7 @@ class _Pack:
         self._config = config
         self._output = output
         self._options = _source_options(config, output)
-        self._found = find_sources(config.sources, self._options)
+        self._found = [(source, kind_of(source, self._options)) for source in config.sources]
         self._columns = columns_taken(self._found, self._options)
         self._tokens = open_tokens(config.tokens, config.context_length) if config.tokens else None
         if config.proof == "decode":

@@ -5,11 +5,11 @@
 ...         print(outcome)
 """
 
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -66,6 +66,7 @@ class Pool:
     options: WorkerOptions
     _workers: list[_Worker] = field(default_factory=list)
     _nurseries: list[Nursery] = field(default_factory=list)
+    _speakers: BaseSelector = field(default_factory=DefaultSelector)
     _failed_starts: int = 0
 
     def run(self, items: Iterable[Item]) -> Iterator[Outcome]:
@@ -95,6 +96,7 @@ class Pool:
             while window and window[0].missing == 0:
                 yield from (outcome for outcome in window.popleft().outcomes if outcome is not None)
             if exhausted and not window:
+                self._dismiss()  # they end while the caller waits for its disk
                 return
             if window:
                 self._collect(waiting)
@@ -107,7 +109,7 @@ class Pool:
         for worker in list(self._workers):
             if waiting and worker.is_ready and worker.task is None:
                 # One that says something now was killed while it had nothing to do: no sample's fault.
-                if worker.channel.connection.poll():
+                if worker.channel.has_word():
                     self._bury(worker, waiting)
                     continue
                 worker.task = waiting.popleft()
@@ -121,9 +123,8 @@ class Pool:
 
     def _collect(self, waiting: deque[_Task]) -> None:
         """Wait for some worker's word and take it in."""
-        speakers = {worker.channel.connection: worker for worker in self._workers if worker.task or not worker.is_ready}
-        for connection in wait(list(speakers)):
-            worker = speakers[connection]  # type: ignore[index]
+        for key, _ in self._speakers.select():
+            worker: _Worker = key.data
             try:
                 word, content = worker.channel.receive()
             except (EOFError, ConnectionResetError):
@@ -142,7 +143,7 @@ class Pool:
     def _bury(self, worker: _Worker, waiting: deque[_Task]) -> None:
         """Let go of a dead worker; its samples are tried again one by one, or the only one is given up."""
         self._workers.remove(worker)
-        _close(worker)
+        self._let_go(worker)
         code = worker.nursery.wait(worker.ticket)
         if not worker.is_ready:
             self._failed_starts += 1
@@ -176,13 +177,14 @@ class Pool:
 
     def _start(self) -> None:
         nursery = self._living_nursery()
-        here, there = Pipe()
+        here, there = socket.socketpair()
         shared = open_in_memory("rwkvclip-pictures")
         ticket = nursery.fork(there.fileno(), shared.fileno())
         worker = _Worker(nursery, ticket, Channel(here, shared.fileno()), shared)
         worker.channel.send(self.options)
         there.close()
         self._workers.append(worker)
+        self._speakers.register(here, EVENT_READ, worker)
 
     def _living_nursery(self) -> Nursery:
         """The latest nursery, or one in its place; those before it stay while they have workers, which outlive them."""
@@ -194,6 +196,18 @@ class Pool:
             self._nurseries.append(Nursery(self.options.images.proof))
         return self._nurseries[-1]
 
+    def _dismiss(self) -> None:
+        for worker in self._workers:
+            self._let_go(worker)
+        self._workers.clear()
+        for nursery in self._nurseries:
+            nursery.dismiss()
+
+    def _let_go(self, worker: _Worker) -> None:
+        self._speakers.unregister(worker.channel.connection)
+        worker.channel.connection.close()
+        worker.shared.close()
+
     def __enter__(self) -> Self:
         """Have a nursery load what workers need while this process looks at its sources."""
         self._living_nursery()
@@ -202,17 +216,11 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for worker in self._workers:
-            _close(worker)
-        self._workers.clear()
+        self._dismiss()
+        self._speakers.close()
         for nursery in self._nurseries:
             nursery.close(kill=kind is not None)
         self._nurseries.clear()
-
-
-def _close(worker: _Worker) -> None:
-    worker.channel.connection.close()
-    worker.shared.close()
 
 
 def _split(task: _Task, waiting: deque[_Task]) -> None:

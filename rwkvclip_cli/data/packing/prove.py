@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rwkvclip_cli.config import MAX_PIXELS
 from rwkvclip_cli.data.packing.decoder import GROUP_COUNT, Decoder
 from rwkvclip_cli.data.packing.images import (
     MAX_JPEG_SIDE,
@@ -36,6 +35,7 @@ from rwkvclip_cli.data.packing.jpeg import (
     walk_jpeg,
 )
 from rwkvclip_cli.data.packing.samples import BadImage
+from rwkvclip_cli.limits import MAX_PIXELS
 
 KEPT = "kept"
 RESIZED = "resized"

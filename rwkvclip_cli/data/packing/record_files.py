@@ -90,7 +90,7 @@ class RecordFiles:
         self.count += 1
         self._in_shard += 1
         if self.count % HASH_EVERY_RECORDS == 0 and self._rec_hash is not None:
-            self._rec_hash.update()
+            self._rec_hash.follow()
 
     def flush(self) -> list[PairExtent] | None:
         """Wait until all is on the disk; how far each file is, or None where the writer could not continue them."""

@@ -39,6 +39,7 @@ DEFAULT_IMAGE_KEYS = ("image", "jpg", "file_name", "filepath", "path")
 SIDECAR_KINDS: dict[str, Literal["txt", "json"]] = {"txt": "txt", "json": "json"}
 LARGEST_NUMBER = 10**100
 MAX_SIDECAR_BYTES = 2**24
+SIDECAR_PIECE_BYTES = 2**16
 MAX_IMAGE_BYTES = 2**31  # a 16-bit RGB picture of --max-pixels has half as many
 
 # Text, or token ids: numbers as the source holds them, one or more whole slots of them, unchecked.
@@ -264,11 +265,19 @@ def without_waiting(path: str, flags: int) -> int:
 
 
 def _read_small(path: str) -> bytes:
+    pieces: list[bytes] = []
+    left_bytes = MAX_SIDECAR_BYTES + 1
     try:
-        with open(path, "rb", opener=without_waiting) as file:
-            data = file.read(MAX_SIDECAR_BYTES + 1)
+        descriptor = without_waiting(path, os.O_RDONLY)
+        try:
+            # Not one buffer for the longest file: to get and give back so much takes longer than the reading.
+            while left_bytes and (piece := os.read(descriptor, min(left_bytes, SIDECAR_PIECE_BYTES))):
+                pieces.append(piece)
+                left_bytes -= len(piece)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise BadCaptions(f"{path}: {error.strerror}") from None
-    if data is None or len(data) > MAX_SIDECAR_BYTES:
+    if not left_bytes:
         raise BadCaptions(f"{path}: a caption file has at most {MAX_SIDECAR_BYTES:,} bytes")
-    return data
+    return b"".join(pieces)

@@ -6,12 +6,12 @@
 
 import contextlib
 import os
+import socket
 import sys
 import traceback
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, Tokenizer, clean_captions
 from rwkvclip_cli.data.packing.channel import Channel
@@ -94,12 +94,11 @@ def pack_samples(
             outcomes[index] = Reject(source, picture.reason, f"{source}: {picture.message}")
             continue
         found = captions[index]
-        ids, truncated = tokenizer.fill_slots(found, options.captions, options.context_length)
-        if HEADER_BYTES + 4 * len(ids) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
+        labels, truncated = tokenizer.fill_slots(found, options.captions, options.context_length)
+        if HEADER_BYTES + 4 * len(labels) + len(picture.jpeg) > MAX_PAYLOAD_BYTES:
             message = f"{source}: a JPEG of {len(picture.jpeg):,} bytes; a record holds less than {MAX_PAYLOAD_BYTES:,}"
             outcomes[index] = Reject(source, "too-large", message)
             continue
-        labels = array("f", ids)
         slots = min(len(found), options.captions)
         outcomes[index] = Packed(
             source,
@@ -153,7 +152,7 @@ def _token_counts(labels: "array[float]", slots: int, context_length: int) -> li
 
 def main(descriptor: int, shared: int) -> None:
     """Serve batches over the inherited socket and file until the other side closes the socket."""
-    channel = Channel(Connection(descriptor), shared)
+    channel = Channel(socket.socket(fileno=descriptor), shared)
     try:
         options: WorkerOptions = channel.receive()
         decoder = Decoder()

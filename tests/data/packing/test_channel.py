@@ -1,7 +1,7 @@
 """Objects arrive as they were sent, short and long bytes among them, and the file between the processes stays small."""
 
 import os
-from multiprocessing import Pipe
+import socket
 
 import pytest
 
@@ -10,7 +10,7 @@ from rwkvclip_cli.data.packing.samples import Sample
 
 
 def test_what_is_sent_arrives_both_ways_however_long():
-    here, there = Pipe()
+    here, there = socket.socketpair()
     with open_in_memory("test") as shared, here, there:
         ends = [Channel(here, shared.fileno()), Channel(there, shared.fileno())]
         for size in (0, LONG_BYTES - 1, LONG_BYTES, 300_000, 5):
@@ -22,7 +22,7 @@ def test_what_is_sent_arrives_both_ways_however_long():
 
 
 def test_long_bytes_do_not_go_through_the_socket_and_do_not_stay(monkeypatch):
-    here, there = Pipe()
+    here, there = socket.socketpair()
     with open_in_memory("test") as shared, here, there:
         sender, receiver = Channel(here, shared.fileno()), Channel(there, shared.fileno())
         data = os.urandom(KEPT_BYTES + 1)
@@ -33,7 +33,7 @@ def test_long_bytes_do_not_go_through_the_socket_and_do_not_stay(monkeypatch):
 
 
 def test_an_end_that_has_gone_is_an_error():
-    here, there = Pipe()
+    here, there = socket.socketpair()
     with open_in_memory("test") as shared:
         there.close()
         with pytest.raises(EOFError):

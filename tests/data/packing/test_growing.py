@@ -1,6 +1,7 @@
 """Files that grow, are cut to what was written down of them, and are refused where they are something else."""
 
 import hashlib
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,37 @@ def test_a_file_that_is_not_what_it_was_is_refused_and_left_alone(tmp_path: Path
             use(path, done)
         assert fault.value.hint == ANEW
     assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_hash_follows_beside_its_caller_and_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkvclip_cli.data.packing.growing.BLOCK_BYTES", 1000)
+    path, total = tmp_path / "log", hashlib.sha256()
+    following = FollowingHash(path, total)
+    written = b""
+    with path.open("wb", buffering=0) as file:
+        for number in range(100):
+            piece = bytes([number]) * (number * 97 if number < 99 else 3_000_000)
+            file.write(piece)
+            written += piece
+            following.follow()
+    assert following.update() == Extent(len(written), hashlib.sha256(written).hexdigest())
+    assert total.digest() == hashlib.sha256(written).digest()
+    following.follow()
+    following.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rwkvclip-hash"]
+
+
+def test_what_fails_beside_the_caller_is_raised_by_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    following = FollowingHash(tmp_path)  # a folder, which nobody can read
+    following.follow()
+    with pytest.raises(IsADirectoryError):
+        following.update()
+    following.close()
+    assert failures == []
 
 
 def test_a_hash_over_several_files_is_that_of_all_bytes_in_turn(tmp_path: Path) -> None:

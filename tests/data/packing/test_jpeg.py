@@ -11,6 +11,7 @@ from PIL import Image
 from rwkvclip_cli.data.packing.decoder import Decoder
 from rwkvclip_cli.data.packing.images import MAX_JPEG_SIDE, Header, read_header, read_rgb
 from rwkvclip_cli.data.packing.jpeg import (
+    FIRST_WINDOW,
     SCAN_DATA,
     check_structure,
     is_common,
@@ -71,6 +72,17 @@ def test_a_broken_structure_is_named(data, reason):
     with pytest.raises(BadImage) as fault:
         check_structure(walk_jpeg(data))
     assert fault.value.reason == reason
+
+
+@pytest.mark.parametrize("length", [0, 1, FIRST_WINDOW - 1, FIRST_WINDOW, FIRST_WINDOW + 1, 3 * FIRST_WINDOW + 5])
+@pytest.mark.parametrize("last", [b"", b"\xff\x00", b"\xff\xd7\xff\x00", b"\xff\xff\xd1\x05", b"\xff\xff"])
+def test_a_scan_ends_at_its_first_marker_however_long_it_is(length, last):
+    coded_data = (b"\x01\xff\x00\xfe" * length)[: length - length % 4] + b"\x02" * (length % 4) + last
+    head = SOI + FRAME + SCAN[:10]
+    assert walk_jpeg(head + coded_data).fault.reason == "truncated-image"
+    found = walk_jpeg(head + coded_data + EOI + b"\xff\xc0")
+    end = len(head) + len(coded_data.rstrip(b"\xff"))
+    assert (found.segments[-1], found.fault) == ((SCAN_DATA, len(head), end), None)
 
 
 def coded(mode: str = "RGB", **options: object) -> bytes:

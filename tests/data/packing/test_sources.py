@@ -17,6 +17,8 @@ from rwkvclip_cli.data.packing.folders import read_folder
 from rwkvclip_cli.data.packing.parquet import is_parquet
 from rwkvclip_cli.data.packing.samples import (
     DEFAULT_CAPTION_KEYS,
+    MAX_SIDECAR_BYTES,
+    SIDECAR_PIECE_BYTES,
     BadCaptions,
     Sample,
     Sidecar,
@@ -200,6 +202,13 @@ def test_caption_keys_choose_among_a_sidecars_keys():
 def test_a_broken_sidecar_alone_is_said(content):
     with pytest.raises(BadCaptions, match="not valid JSON"):
         find_captions(sample(("json", content)))
+
+
+def test_a_caption_file_of_many_pieces_is_read_to_its_end(tmp_path):
+    for size_bytes in (0, SIDECAR_PIECE_BYTES, 2 * SIDECAR_PIECE_BYTES + 7, MAX_SIDECAR_BYTES):
+        caption = ("word " * (size_bytes // 5 + 1))[:size_bytes]
+        (tmp_path / "a.txt").write_text(caption)
+        assert find_captions(Sample("x", b"", sidecars=(Sidecar("txt", str(tmp_path / "a.txt")),))) == [caption]
 
 
 def test_a_sidecar_that_cannot_be_read_is_said(tmp_path):
