@@ -140,13 +140,13 @@ def counted(count: int, what: str) -> str:
 def say(*lines: str) -> None:
     """Write log lines or hints to stderr, from rank 0 alone."""
     if is_speaker():
-        _write_log(page(lines))
+        say_on_any_rank(*lines)
 
 
-def _write_log(text: str) -> None:
+def say_on_any_rank(*lines: str) -> None:
     """Write to stderr. Hours of work do not end because nobody reads its log any more, or the log's disk is full."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(page(lines), file=sys.stderr, flush=True)
     except BrokenPipeError:
         # What is left in the buffer would fail again at the end.
         _silence(sys.stderr)
@@ -186,6 +186,9 @@ def _write_result(text: str) -> None:
     except BrokenPipeError:
         _silence(sys.stdout)
         raise SystemExit(EXIT_SIGNAL + signal.SIGPIPE) from None
+    except OSError as error:
+        _silence(sys.stdout)
+        raise RwkvClipError(f"cannot write the result to stdout: {error.strerror}", "df -h") from error
 
 
 def _json_escaped(found: re.Match[str]) -> str:
@@ -196,7 +199,7 @@ def show_error(error: RwkvClipError) -> None:
     """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
     where = "" if is_speaker() else f" [rank {_rank()}]"
     hint = [f"  try: {error.hint}"] if error.hint else []
-    _write_log(page([f"rwkvclip{where}: {error.message}", *error.details, *hint]))
+    say_on_any_rank(f"rwkvclip{where}: {error.message}", *error.details, *hint)
 
 
 class Progress(Protocol):

@@ -1,6 +1,8 @@
 """The command line starts light, knows its commands, and ends with the exit codes that it promises."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +78,71 @@ def test_parse_reads_the_settings_file_below_the_command_line(tmp_path: Path) ->
 def test_parse_refuses_what_the_command_refuses() -> None:
     with pytest.raises(UsageError, match="--lr must be at least 0"):
         cli.parse("train", ["--output", "run", "--train-data", "a.rec", "--lr", "-1"])
+
+
+def nobody_reads(*arguments: str, stderr: bool = False) -> subprocess.CompletedProcess[bytes]:
+    """A command whose stdout, and stderr too if asked for, is a pipe that nobody reads any more."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "rwkvclip_cli", *arguments]
+    done = subprocess.run(
+        command, stdout=writes, stderr=writes if stderr else subprocess.PIPE, env=plain_environment(None), check=False
+    )
+    os.close(writes)
+    return done
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([name, "-h"] for name in COMMANDS),
+        ["launch", "--cpus", "2", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_a_result_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
+    done = nobody_reads(*arguments)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert b"Traceback" not in done.stderr
+    if arguments[0] != "launch":
+        assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["lunch"], ["pack"], ["pack", "imgs"], ["train", "--lr", "much"]], ids=" ".join
+)
+def test_wrong_usage_is_that_even_where_nobody_reads_of_it(arguments: list[str]) -> None:
+    assert nobody_reads(*arguments, stderr=True).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["pack", "--help"], ["--version"]], ids=" ".join)
+def test_a_result_that_a_full_disk_does_not_take_is_an_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "rwkvclip_cli", *arguments]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    message = "rwkvclip: cannot write the result to stdout: No space left on device\n  try: df -h\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_a_broken_pipe_that_is_a_bug_keeps_its_traceback() -> None:
+    code = (
+        "from rwkvclip_cli import cli\n@cli.app.command()\ndef bug():\n    raise BrokenPipeError(32, 'a socket')\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "bug"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("BrokenPipeError: [Errno 32] a socket\n")
+
+
+def test_wrong_usage_shows_what_was_typed_without_obeying_it() -> None:
+    done = run_cli("\x1b[2Jpack")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Usage: rwkvclip [OPTIONS] COMMAND ")
+    assert "\\x1b[2Jpack" in done.stderr
+    assert "\x1b" not in done.stderr
 
 
 def test_unknown_command_is_wrong_usage() -> None:
