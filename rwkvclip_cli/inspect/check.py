@@ -103,6 +103,16 @@ def check_records(beside: Beside, prover: Prover | None, log: FaultLog) -> Itera
         yield checked
 
 
+def look_at(beside: Beside, part: Part, number: int, offset: int, found: Whole | str) -> Checked:
+    """A record by itself, from what lies at its offset: framing, header and labels, without index, source or image."""
+    checked = Checked(part, number - beside.files.first_number, number, offset, None, None)
+    if isinstance(found, Whole):
+        _check_payload(checked, found, beside)
+    else:
+        checked.add("cut-off" if "the file ends" in found else "framing", found)
+    return checked
+
+
 def _name(checked: Checked) -> str:
     return f"record {checked.ordinal}"
 

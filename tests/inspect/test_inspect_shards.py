@@ -58,6 +58,16 @@ def test_the_summary_counts_over_all_shards(packed, sharded) -> None:
     assert "shards:" not in inspected(shard_path(sharded, 2)).text
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_the_summary_looks_into_every_shard(sharded, is_alone) -> None:
+    rec = shard_path(sharded, 1)
+    flip_bit(rec, offsets(rec)[2] + 2, 0)
+    (fault,) = inspected(rec if is_alone else sharded).document["faults"]
+    assert (fault["kind"], fault["record"], fault.get("shard")) == (
+        ("framing", 2, None) if is_alone else ("framing", 5, "out-00001.rec")
+    )
+
+
 def test_the_summary_tells_what_is_missing(sharded) -> None:
     shard_path(sharded, 1).unlink()
     shard_path(sharded, 2).with_suffix(".idx").unlink()
