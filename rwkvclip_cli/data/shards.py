@@ -8,6 +8,7 @@ name of one shard means that shard alone. Nothing here opens a .rec, and nothing
 """
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ MAX_MANIFEST_BYTES = 1 << 26
 # Numbered files: OUT-00000.rec and on, with more digits where there are more.
 SHARD_DIGITS = 5
 _SHARD = re.compile(rf"(?s:(.+))-([0-9]{{{SHARD_DIGITS},}})\.(?:rec|idx)")
+OWN_HASH = "manifest"  # of a manifest's hashes, the one of itself
 # What the manifest says of all shards together, which is not true of one.
 OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects", "hashes")
 
@@ -257,6 +259,13 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
         fault = str(error) if type(error) is ValueError else repr(error)
         return {}, fault[:300]
     return document, ""
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """The SHA-256 of what a manifest says, but for its own hash: order and spaces of the file do not matter."""
+    hashes = {part: value for part, value in manifest.get("hashes", {}).items() if part != OWN_HASH}
+    text = json.dumps({**manifest, "hashes": hashes}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_count(name: str, value: object) -> None:

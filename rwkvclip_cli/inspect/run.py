@@ -93,7 +93,7 @@ def _rebuild(options: InspectConfig, beside: Beside) -> Report:
 
 
 def _verify(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
-    verdict = verify(beside, prover)
+    verdict = verify(beside, prover, options.proof)
     faults = [fault.document() for fault in verdict.log.first]
     found = {
         "sound": verdict.is_sound,

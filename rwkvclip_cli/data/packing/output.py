@@ -20,7 +20,7 @@ from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counte
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
-from rwkvclip_cli.data.shards import SUFFIXES, beside, set_of_shard, shard_names
+from rwkvclip_cli.data.shards import OWN_HASH, SUFFIXES, beside, manifest_hash, set_of_shard, shard_names
 
 TEXTS = ("rejects", "sources")
 
@@ -194,8 +194,8 @@ class OutputSet:
     def commit(self, manifest: dict[str, Any], shards: int = 1) -> None:
         """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay.
 
-        The manifest gets `hashes`, the SHA-256 of rejects and sources. `shards`: how many pairs of .rec and .idx there
-        are. Raises RwkvClipError too for files that others have made there since `start`.
+        The manifest gets `hashes`, the SHA-256 of rejects, sources and itself. `shards`: how many pairs of .rec and
+        .idx there are. Raises RwkvClipError too for files that others have made there since `start`.
         """
         try:
             self.refuse_existing()
@@ -207,6 +207,7 @@ class OutputSet:
             extents = {part: text.close() for part, text in self._texts.items()}
             hashes = {part: extent.content_hash for part, extent in extents.items() if extent}
             manifest = {**manifest, "hashes": hashes}
+            hashes[OWN_HASH] = manifest_hash(manifest)
             write_synced(self.partial["manifest"], json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             self._switch.run(new, self.old_names())
         except OSError as error:
