@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from rwkvclip_cli.config import MAX_NAME_BYTES
 from rwkvclip_cli.console import RwkvClipError, UsageError
 
 FORMAT_VERSION = 1
@@ -280,6 +281,8 @@ def _check_shards(document: dict[str, Any]) -> None:
         name = entry["rec"]
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".rec") or name in names:
             raise ValueError(f"shard {number} is called {name!r}")
+        if len(os.fsencode(name)) > MAX_NAME_BYTES:
+            raise ValueError(f"shard {number} has a name of {len(name):,} letters")
         names.add(name)
         _check_count(f"the count of {name}", entry["count"])
         _check_count(f"the size_bytes of {name}", entry["size_bytes"])

@@ -72,6 +72,15 @@ def test_labels_of_another_width_are_refused(tmp_path: Path) -> None:
         open_packed(rec)
 
 
+def test_a_manifest_whose_shard_has_a_name_that_no_file_can_have_is_damaged(tmp_path: Path) -> None:
+    shard = {"rec": "n" * 300 + ".rec", "count": 3, "size_bytes": 9, "content_hash": ""}
+    manifest = {"count": 3, "captions": 3, "context_length": 77, "shards": [shard]}
+    (tmp_path / "a.manifest.json").write_text(json.dumps(manifest))
+    write_packed(tmp_path / "a-00000.rec", 3, context_length=77)
+    with pytest.raises(UsageError, match="no such file"):
+        open_packed(tmp_path / "a.rec")
+
+
 @pytest.mark.parametrize("record", [1, 19])
 def test_a_file_in_which_no_records_are_is_refused(tmp_path: Path, record: int) -> None:
     rec = write_packed(tmp_path / "a.rec", 20)

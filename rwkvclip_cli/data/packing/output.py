@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from rwkvclip_cli.config import check_path
 from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
@@ -236,7 +237,12 @@ def final_paths(out: str) -> dict[str, Path]:
         raise UsageError(f"{out}: the output's name has to end in .rec", f"{out.rstrip('/')}.rec")
     if not rec.parent.is_dir():
         raise UsageError(f"{out}: no folder {rec.parent}", f"mkdir -p {rec.parent}")
-    return {part: beside(rec, part) for part in SUFFIXES}
+    final = {part: beside(rec, part) for part in SUFFIXES}
+    # The files of a pack have longer names than OUT.rec while it runs, and so have shards.
+    replaced = rec.with_name(f".{rec.name}.replaced") / final["manifest"].name
+    for path in (*final.values(), replaced, rec.with_name(shard_names(rec, 0)[0])):
+        check_path(f"{rec.name[:40]}... is too long a name, for a pack also writes", path)
+    return final
 
 
 def _listed_shards(manifest: Path) -> set[str]:
