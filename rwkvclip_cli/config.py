@@ -11,6 +11,7 @@ import difflib
 import errno
 import math
 import os
+import reprlib
 import shlex
 import tomllib
 import types
@@ -20,7 +21,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import TOO_DEEP, UsageError, check_levels
 
 CONFIG_FILE = "rwkvclip.toml"
 MAX_NAME_BYTES = 255  # NAME_MAX of Linux and of nearly every file system
@@ -458,8 +459,8 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     Raises UsageError for a syntax error, an unknown section or key (naming the nearest) or a wrong type.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = parse_toml(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
@@ -468,9 +469,19 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         if section not in SECTIONS:
             raise UsageError(_unknown(path, "section", f"[{section}]", section, list(SECTIONS)))
         if not isinstance(values, Mapping):
-            raise UsageError(f"{path}: [{section}] must be a table of options; got {values!r}")
+            raise UsageError(f"{path}: [{section}] must be a table of options; got {reprlib.repr(values)}")
         settings[section] = _read_section(path, section, values)
     return settings
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says. Raises ValueError for what is none, and for what is nested too deeply."""
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_levels(document)
+    return document
 
 
 def _read_section(path: Path, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -489,7 +500,7 @@ def _read_section(path: Path, section: str, values: Mapping[str, Any]) -> dict[s
         try:
             read[field.name] = _coerce(value, hints[field.name])
         except TypeError as error:
-            raise UsageError(f"{path}: [{section}] {key} must be {error}; got {value!r}") from None
+            raise UsageError(f"{path}: [{section}] {key} must be {error}; got {reprlib.repr(value)}") from None
         try:
             check_value(field, read[field.name])
         except UsageError as error:

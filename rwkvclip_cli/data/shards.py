@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import MAX_NAME_BYTES
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.console import RwkvClipError, UsageError, parse_json
 
 FORMAT_VERSION = 1
 # The files of a set by part, the .rec last.
@@ -249,14 +249,14 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
         if not path.is_file():
             raise ValueError("it is no regular file")
         with path.open("rb") as file:
-            document = json.loads(file.read(MAX_MANIFEST_BYTES).decode("utf-8"))
+            document = parse_json(file.read(MAX_MANIFEST_BYTES).decode("utf-8"))
         for name in ("captions", "context_length", "count"):
             _check_count(name, document[name])
         if "shards" in document:
             _check_shards(document)
         if not isinstance(hashes := document.get("hashes", {}), dict):
             raise ValueError(f"hashes is {hashes!r}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         fault = str(error) if type(error) is ValueError else repr(error)
         return {}, fault[:300]
     return document, ""

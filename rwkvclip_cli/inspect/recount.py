@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.data.packing.tally import Spread
 from rwkvclip_cli.data.packing.worker import token_counts
 from rwkvclip_cli.data.shards import beside as path_beside
@@ -97,8 +98,8 @@ class Recount:
             return None
         try:
             with path.open(encoding="utf-8", newline="\n") as lines:
-                return Counter(str(json.loads(line)["reason"]) for line in lines)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                return Counter(str(parse_json(line)["reason"]) for line in lines)
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rwkvclip_cli.config import check_path
-from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted, parse_json
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
@@ -248,8 +248,8 @@ def final_paths(out: str) -> dict[str, Path]:
 def _listed_shards(manifest: Path) -> set[str]:
     """The names of the numbered files that a manifest lists, if it lists any; no other names, whatever it holds."""
     try:
-        names = {str(shard["rec"]) for shard in json.loads(manifest.read_text("utf-8"))["shards"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        names = {str(shard["rec"]) for shard in parse_json(manifest.read_text("utf-8"))["shards"]}
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
     stem = manifest.name.removesuffix(SUFFIXES["manifest"])
     recs = {name for name in names if name.endswith(".rec") and set_of_shard(name) == stem and "/" not in name}
