@@ -157,6 +157,8 @@ def main(descriptor: int, shared: int) -> None:
     try:
         options: WorkerOptions = channel.receive()
         decoder = Decoder()
+        if options.images.proof == "decode":
+            decoder.start()
         channel.send(("ready", None))
         while True:
             samples = channel.receive()

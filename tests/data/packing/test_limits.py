@@ -34,10 +34,14 @@ OTHER_USER = ["setpriv", f"--reuid={NOBODY}", "--inh-caps=+dac_override", "--amb
 
 
 def packed_under(
-    folder: Path, number: int, limits: tuple[int, int], before: list[str] | None = None
+    folder: Path,
+    number: int,
+    limits: tuple[int, int],
+    before: list[str] | None = None,
+    proof: str = "none",
 ) -> tuple[int, str]:
     """(exit code, stderr) of a pack by 64 workers with a resource limit; `before` is what runs the command."""
-    command = [sys.executable, "-m", "rwkvclip_cli", "pack", "imgs", "o.rec", "--workers", "64", "--proof", "none"]
+    command = [sys.executable, "-m", "rwkvclip_cli", "pack", "imgs", "o.rec", "--workers", "64", "--proof", proof]
     done = subprocess.run(
         [*(before or []), *command],
         cwd=folder,
@@ -69,11 +73,11 @@ def test_a_limit_of_open_files_that_may_be_raised_is_raised(folder: Path) -> Non
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes a user without other processes")
-@pytest.mark.parametrize("processes", [1, 2, 6])
-def test_processes_that_the_user_may_not_have_are_told(folder: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "proof"), [(1, "none"), (2, "none"), (6, "none"), (6, "decode"), (20, "decode")])
+def test_processes_that_the_user_may_not_have_are_told(folder: Path, processes: int, proof: str) -> None:
     if subprocess.run([*OTHER_USER, "true"], capture_output=True, check=False).returncode:
         pytest.skip("setpriv may not keep root's way of reading here")
-    code, said = packed_under(folder, resource.RLIMIT_NPROC, (processes, processes), OTHER_USER)
+    code, said = packed_under(folder, resource.RLIMIT_NPROC, (processes, processes), OTHER_USER, proof)
     message, hint = said.splitlines()
     assert code == 3
     assert message.startswith("rwkvclip: the system starts no more processes: ")
