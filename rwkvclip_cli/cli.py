@@ -22,8 +22,35 @@ from rwkvclip_cli.config import LaunchConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.launch.exit_record import exit_recorded
 
+
+class _HelpsAsResult:
+    """What a command or group does that writes its help as any other result: to a pipe, or to nobody."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The same option, but for what it calls."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.callback = _show_help
+        return option
+
+
+def _show_help(context: Any, parameter: Any, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        console.result(context.get_help())
+        raise typer.Exit
+
+
+class _Group(_HelpsAsResult, typer.core.TyperGroup):
+    """`rwkvclip` without a command."""
+
+
+class _Command(_HelpsAsResult, typer.core.TyperCommand):
+    """`rwkvclip COMMAND`."""
+
+
 app = typer.Typer(
     name="rwkvclip",
+    cls=_Group,
     help="Pack image-text data, train RWKV-CLIP on any number of GPUs, and prove that the result is right.",
     add_completion=False,
     no_args_is_help=True,
@@ -41,7 +68,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         with exit_recorded():
-            app()
+            sys.exit(_run(sys.argv[1:]))
     except RwkvClipError as error:
         console.show_error(error)
         sys.exit(error.exit_code)
@@ -50,9 +77,29 @@ def main() -> None:
         sys.exit(console.EXIT_SIGNAL + signal.SIGINT)
 
 
+# The command line library's own class, wherever this release of typer keeps it.
+_WrongUsage: Any = typer.BadParameter.__base__
+
+
+def _run(arguments: list[str]) -> int:
+    """Run one command and return the exit code. Typer's own `app()` would hide a BrokenPipeError that is a bug."""
+    group: Any = typer.main.get_command(app)
+    try:
+        with group.make_context("rwkvclip", arguments) as context:
+            group.invoke(context)
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except _WrongUsage as error:
+        shown = io.StringIO()
+        error.show(shown)
+        console.say_on_any_rank(*shown.getvalue().removesuffix("\n").split("\n"))
+        return console.EXIT_USAGE
+    return console.EXIT_DONE
+
+
 def _show_version(value: bool) -> None:
     if value:
-        typer.echo(f"rwkvclip {__version__}")
+        console.result(f"rwkvclip {__version__}")
         raise typer.Exit
 
 
@@ -116,14 +163,14 @@ def command(
         settings: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["-h", "--help"]}
         if extra_args:
             settings["allow_extra_args"] = True
-        kind = _PassesOn if extra_args else typer.core.TyperCommand
+        kind = _PassesOn if extra_args else _Command
         app.command(name, help=help, context_settings=settings, cls=kind)(run)
         return function
 
     return register
 
 
-class _PassesOn(typer.core.TyperCommand):
+class _PassesOn(_Command):
     """A command that hands what follows -- to train, and says so where an option of train's comes before."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -8,7 +8,10 @@ The command line and `rwkvclip.toml` both derive from these dataclasses.
 
 import dataclasses
 import difflib
+import errno
 import math
+import os
+import reprlib
 import shlex
 import tomllib
 import types
@@ -18,10 +21,12 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import TOO_DEEP, UsageError, check_levels
 from rwkvclip_cli.limits import MAX_PIXELS
 
 CONFIG_FILE = "rwkvclip.toml"
+MAX_NAME_BYTES = 255  # NAME_MAX of Linux and of nearly every file system
+SHOWN_LETTERS = 100  # of a path that is too long to be one
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 MODELS = ("rwkv-clip-b32", "rwkv-clip-b16", "tiny")
 SOURCE_FORMATS = ("auto", "folder", "imagefolder", "table", "parquet", "webdataset")
@@ -48,12 +53,13 @@ def option(
     argument: bool = False,
     required: bool = False,
     excludes: tuple[str, ...] = (),
+    path: bool = False,
 ) -> Any:
     """One option of a command: a dataclass field that carries its help, bounds and other spellings.
 
     `argument=True` makes it positional on the command line; `aliases` are hidden spellings; a `required` text option
     may come from the settings file but has to come from somewhere. `excludes` names fields that cannot stand beside
-    this one, `field=value` those that cannot with this value; it works both ways.
+    this one, `field=value` those that cannot with this value; it works both ways. `path=True`: the text is a path.
     """
     metadata = {
         "help": help,
@@ -64,6 +70,7 @@ def option(
         "argument": argument,
         "required": required,
         "excludes": excludes,
+        "path": path,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -121,6 +128,8 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
     shown = option_name(field) if meta["argument"] else f"--{option_name(field)}"
     if meta["required"] and not value:
         raise MissingOptionError(f"{shown} is missing: {meta['help']}", hint=f"{shown} PATH")
+    for each in () if not meta["path"] else value if isinstance(value, tuple) else (value,):
+        check_path(shown, each)
     if meta["choices"] and value not in meta["choices"]:
         near = difflib.get_close_matches(str(value), meta["choices"], 1)
         hint = f"{shown} {near[0]}" if near else ""
@@ -134,6 +143,25 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
         raise UsageError(f"{shown} must be at least {low}; got {value}")
     if high is not None and value > high:
         raise UsageError(f"{shown} must be at most {high}; got {value}")
+
+
+def check_path(shown: str, value: str | os.PathLike[str]) -> None:
+    """Refuse, with a UsageError, what no file can be called or nobody may look for here; it need not be there."""
+    path = os.fspath(value)
+    what = path if len(path) <= SHOWN_LETTERS else f"{path[: SHOWN_LETTERS // 2]}...{path[-SHOWN_LETTERS // 2 :]}"
+    if "\0" in path:
+        raise UsageError(f"{shown} {what}: a path holds no NUL")
+    longest = max((len(os.fsencode(name)) for name in path.split(os.sep)), default=0)
+    if longest > MAX_NAME_BYTES:
+        raise UsageError(f"{shown} {what}: a name of {longest:,} bytes; names have at most {MAX_NAME_BYTES}")
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            size = len(os.fsencode(path))
+            raise UsageError(f"{shown} {what}: {error.strerror} ({size:,} bytes)", "a shorter path") from None
+        if error.errno == errno.EACCES:
+            raise UsageError(f"{shown} {what}: {error.strerror}", f"ls -ld {os.path.dirname(path) or '.'}") from None
 
 
 def check_rivals(options: type, given: Mapping[str, str]) -> None:
@@ -170,15 +198,18 @@ class PackConfig(Options):
         "line), cat.json (a list of captions, or the first of captions, caption, text, title there is) or both, of "
         "which the .txt counts first.",
         argument=True,
+        path=True,
     )
-    out: str = option("", "The .rec file to write; .idx, manifest and reports go beside it.", argument=True)
+    out: str = option("", "The .rec file to write; .idx, manifest and reports go beside it.", argument=True, path=True)
     format: str = option("auto", "What the sources are; auto goes by folder and suffix.", choices=SOURCE_FORMATS)
     image_key: str | None = option(None, "Table column of the image (default: the first of image, jpg, ... there is).")
     caption_key: tuple[str, ...] = option(
         (), "Table column of a caption, as text or as token ids; repeat for several, in slot order."
     )
     tokens: str | None = option(
-        None, ".npy file of token ids, a row a sample; they fill the first slots, --caption-key columns the next."
+        None,
+        ".npy file of token ids, a row a sample; they fill the first slots, --caption-key columns the next.",
+        path=True,
     )
     captions: int = option(3, "Caption slots of a record.", minimum=1, maximum=64)
     context_length: int = option(77, "Token ids a caption slot.", minimum=3, maximum=4096)
@@ -213,8 +244,8 @@ class PackConfig(Options):
 class TrainConfig(Options):
     """`rwkvclip train`, the worker that torchrun starts once a rank."""
 
-    output: str = option("", "Folder for checkpoints, metrics and curves.", required=True)
-    train_data: str = option("", f"The packed data to train on, {DATA_NAMES}.", required=True)
+    output: str = option("", "Folder for checkpoints, metrics and curves.", required=True, path=True)
+    train_data: str = option("", f"The packed data to train on, {DATA_NAMES}.", required=True, path=True)
     train_num_samples: int | None = option(None, "Distinct records an epoch (default: all).", minimum=1)
     batch_size: int = option(256, "Pairs a step on each rank.", minimum=1)
     epochs: int = option(32, "Passes over the data.", minimum=1)
@@ -222,7 +253,7 @@ class TrainConfig(Options):
     precision: str = option("bf16", "Arithmetic of the matrix products.", choices=PRECISIONS)
     model: str = option("rwkv-clip-b32", "Model size.", choices=MODELS)
     model_config: str | None = option(
-        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
+        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",), path=True
     )
     warmup: float = option(0.1, "Share of all steps with a rising learning rate.", minimum=0.0, maximum=1.0)
     weight_decay: float = option(0.2, "AdamW weight decay of matrices.", minimum=0.0, aliases=("wd",))
@@ -245,7 +276,9 @@ class TrainConfig(Options):
     )
     save_every_steps: int | None = option(None, "Steps between checkpoints (default: once an epoch).", minimum=1)
     keep: int = option(3, "Newest checkpoints to keep.", minimum=1)
-    resume: str = option("auto", "auto continues from the newest checkpoint, none starts anew, or a checkpoint folder.")
+    resume: str = option(
+        "auto", "auto continues from the newest checkpoint, none starts anew, or a checkpoint folder.", path=True
+    )
     seed: int = option(0, "Seed of weights, order, augmentation and captions.", minimum=0, maximum=2**31 - 1)
     deterministic: bool = option(False, "Use deterministic GPU algorithms alone, for runs equal bit for bit.")
     timeout: float = option(600.0, "Seconds that a rank waits for the others.", minimum=1.0)
@@ -313,11 +346,11 @@ class NcclCheckConfig(Options):
 class EvalConfig(Options):
     """`rwkvclip eval CHECKPOINT --data heldout.rec`."""
 
-    checkpoint: str = option("", "Checkpoint folder, run folder, .safetensors or .pt.", argument=True)
-    data: str = option("", f"The packed data to evaluate on, {DATA_NAMES}.", required=True)
+    checkpoint: str = option("", "Checkpoint folder, run folder, .safetensors or .pt.", argument=True, path=True)
+    data: str = option("", f"The packed data to evaluate on, {DATA_NAMES}.", required=True, path=True)
     model: str | None = option(None, "Model size, where the checkpoint does not say.", choices=MODELS)
     model_config: str | None = option(
-        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
+        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",), path=True
     )
     batch_size: int = option(256, "Pairs embedded at once.", minimum=1)
     caption_slot: int = option(0, "Caption slot to retrieve with.", minimum=0)
@@ -333,11 +366,11 @@ class BenchConfig(Options):
 
     model: str | None = option(None, "Model size (default: rwkv-clip-b32 on a GPU, tiny on a CPU).", choices=MODELS)
     model_config: str | None = option(
-        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",)
+        None, "JSON or TOML file of model arguments, in place of --model.", excludes=("model",), path=True
     )
     batch_size: int | None = option(None, "Pairs a step (default: 256 on a GPU, 32 on a CPU).", minimum=1)
     precision: str | None = option(None, "Arithmetic (default: bf16 on a GPU, fp32 on a CPU).", choices=PRECISIONS)
-    data: str | None = option(None, "The packed .rec to load from (default: scenes that it draws itself).")
+    data: str | None = option(None, "The packed .rec to load from (default: scenes that it draws itself).", path=True)
     steps: int = option(20, "Timed repetitions of everything; the medians are printed.", minimum=1)
     workers: int | None = option(None, "Loader threads (default: the cores).", minimum=1, maximum=1024)
     compile: bool | None = option(None, COMPILE_HELP)
@@ -349,7 +382,7 @@ class BenchConfig(Options):
 class InspectConfig(Options):
     """`rwkvclip inspect DATA.rec`."""
 
-    data: str = option("", f"The packed data, {DATA_NAMES}.", argument=True)
+    data: str = option("", f"The packed data, {DATA_NAMES}.", argument=True, path=True)
     records: str | None = option(
         None,
         "Show these records, such as 0:5, 7 or -3: (with --export: write these alone).",
@@ -361,13 +394,16 @@ class InspectConfig(Options):
         excludes=("export", "rebuild_index", "salvage", "plan"),
     )
     export: str | None = option(
-        None, "Write images and captions into this new folder.", excludes=("rebuild_index", "salvage", "plan")
+        None,
+        "Write images and captions into this new folder.",
+        excludes=("rebuild_index", "salvage", "plan"),
+        path=True,
     )
     rebuild_index: bool = option(
         False, "Write the .idx of every .rec of the set anew from its records.", excludes=("salvage", "plan")
     )
     salvage: str | None = option(
-        None, "Write every record that is sound, of all shards, into this one new .rec.", excludes=("plan",)
+        None, "Write every record that is sound, of all shards, into this one new .rec.", excludes=("plan",), path=True
     )
     plan: bool = option(False, "Say what a run would do: steps, left out records, learning rates, loss memory.")
     world_size: int = option(1, "Ranks of the planned run.", minimum=1)
@@ -390,7 +426,7 @@ class DemoConfig(Options):
     """`rwkvclip demo [FOLDER]`."""
 
     folder: str | None = option(
-        None, "New or empty folder that keeps everything (default: nothing stays).", argument=True
+        None, "New or empty folder that keeps everything (default: nothing stays).", argument=True, path=True
     )
 
 
@@ -409,6 +445,7 @@ SECTIONS: dict[str, type] = {
 def find_config(path: str | None) -> Path | None:
     """The settings file in force: `path` if given (it must exist), else ./rwkvclip.toml if there."""
     if path is not None:
+        check_path("--config", path)
         if not Path(path).is_file():
             raise UsageError(f"--config {path}: no such file")
         return Path(path)
@@ -422,8 +459,8 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     Raises UsageError for a syntax error, an unknown section or key (naming the nearest) or a wrong type.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = parse_toml(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
@@ -432,9 +469,19 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         if section not in SECTIONS:
             raise UsageError(_unknown(path, "section", f"[{section}]", section, list(SECTIONS)))
         if not isinstance(values, Mapping):
-            raise UsageError(f"{path}: [{section}] must be a table of options; got {values!r}")
+            raise UsageError(f"{path}: [{section}] must be a table of options; got {reprlib.repr(values)}")
         settings[section] = _read_section(path, section, values)
     return settings
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says. Raises ValueError for what is none, and for what is nested too deeply."""
+    try:
+        document = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_levels(document)
+    return document
 
 
 def _read_section(path: Path, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -453,7 +500,7 @@ def _read_section(path: Path, section: str, values: Mapping[str, Any]) -> dict[s
         try:
             read[field.name] = _coerce(value, hints[field.name])
         except TypeError as error:
-            raise UsageError(f"{path}: [{section}] {key} must be {error}; got {value!r}") from None
+            raise UsageError(f"{path}: [{section}] {key} must be {error}; got {reprlib.repr(value)}") from None
         try:
             check_value(field, read[field.name])
         except UsageError as error:

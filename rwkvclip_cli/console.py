@@ -27,6 +27,8 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped early on request, everyt
 EXIT_SIGNAL = 128  # plus the signal's number, as shells report it
 
 PLAIN_LINE_EVERY_S = 10.0
+MAX_LEVELS = 100  # of lists and tables in each other; Python itself gives up at a thousand calls, wherever that may be
+TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep"
 # Control characters but the tab, what ends a line or turns the direction of writing, and bytes that are no UTF-8.
 UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -101,6 +103,36 @@ def _has_no_inodes(folder: Path) -> bool:
     return left.f_bavail > 0 and left.f_files > 0 and left.f_favail == 0
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says. Raises ValueError for what is none, and for what is nested too deeply."""
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    # Counting opening brackets takes next to no time, and few texts have as many.
+    brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, brackets)) > MAX_LEVELS:  # type: ignore[arg-type]
+        check_levels(document)
+    return document
+
+
+def check_levels(document: Any) -> None:
+    """Raise ValueError for lists and tables that lie more than MAX_LEVELS deep in each other."""
+    level = [document]
+    for _ in range(MAX_LEVELS):
+        level = [each for thing in level for each in _inside(thing)]
+        if not level:
+            return
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(TOO_DEEP)
+
+
+def _inside(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, dict):
+        return thing.values()
+    return thing if isinstance(thing, list) else ()
+
+
 def is_speaker() -> bool:
     """Whether this process may speak: rank 0, or no rank at all."""
     return _rank() == "0"
@@ -140,13 +172,13 @@ def counted(count: int, what: str) -> str:
 def say(*lines: str) -> None:
     """Write log lines or hints to stderr, from rank 0 alone."""
     if is_speaker():
-        _write_log(page(lines))
+        say_on_any_rank(*lines)
 
 
-def _write_log(text: str) -> None:
+def say_on_any_rank(*lines: str) -> None:
     """Write to stderr. Hours of work do not end because nobody reads its log any more, or the log's disk is full."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(page(lines), file=sys.stderr, flush=True)
     except BrokenPipeError:
         # What is left in the buffer would fail again at the end.
         _silence(sys.stderr)
@@ -186,6 +218,9 @@ def _write_result(text: str) -> None:
     except BrokenPipeError:
         _silence(sys.stdout)
         raise SystemExit(EXIT_SIGNAL + signal.SIGPIPE) from None
+    except OSError as error:
+        _silence(sys.stdout)
+        raise RwkvClipError(f"cannot write the result to stdout: {error.strerror}", "df -h") from error
 
 
 def _json_escaped(found: re.Match[str]) -> str:
@@ -196,7 +231,7 @@ def show_error(error: RwkvClipError) -> None:
     """Write the error and its hint to stderr. Every rank may: a fault on rank 3 must be seen."""
     where = "" if is_speaker() else f" [rank {_rank()}]"
     hint = [f"  try: {error.hint}"] if error.hint else []
-    _write_log(page([f"rwkvclip{where}: {error.message}", *error.details, *hint]))
+    say_on_any_rank(f"rwkvclip{where}: {error.message}", *error.details, *hint)
 
 
 class Progress(Protocol):

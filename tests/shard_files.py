@@ -8,6 +8,8 @@ import json
 import shutil
 from pathlib import Path
 
+from rwkvclip_cli.data.shards import manifest_hash
+
 
 def split_set(rec: Path, shard_size: int, out: Path) -> Path:
     """Cut a set into shards of `shard_size` records; the name of the new set is returned, which is no file."""
@@ -25,7 +27,10 @@ def split_set(rec: Path, shard_size: int, out: Path) -> Path:
         entry = {"rec": path.name, "count": end - first, "size_bytes": len(part)}
         shards.append(entry | {"content_hash": hashlib.sha256(part).hexdigest()})
     totals = {"size_bytes": len(data), "content_hash": hashlib.sha256(data).hexdigest(), "shards": shards}
-    out.with_suffix(".manifest.json").write_text(json.dumps(manifest | totals))
+    manifest |= totals
+    if "hashes" in manifest:
+        manifest["hashes"]["manifest"] = manifest_hash(manifest)
+    out.with_suffix(".manifest.json").write_text(json.dumps(manifest))
     for suffix in (".rejects.jsonl", ".sources.tsv"):
         if rec.with_suffix(suffix).exists():
             shutil.copyfile(rec.with_suffix(suffix), out.with_suffix(suffix))

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from rwkvclip_cli.console import RwkvClipError, counted
-from rwkvclip_cli.data.record_index import read_index
-from rwkvclip_cli.data.recordio import MAGIC
+from rwkvclip_cli.data.record_index import read_index, spread_over
+from rwkvclip_cli.data.recordio import MAGIC, MAGIC_BYTES
 from rwkvclip_cli.data.shards import SetFiles, Shard, locate
 
 FIRST_WORDS = struct.Struct("<IIIfQ")  # of a record: magic, flag and length, number of label values, label, id
 SOURCE_INFO = b" at index "  # what DALI writes between the path of a .rec and a record's offset in it
 BLOCK_RECORDS = 1 << 20
+LOOKED_AT = 16  # records of a file
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
 
@@ -113,6 +114,7 @@ def open_packed(path: str | Path) -> PackedSet:
         captions, context_length = files.manifest["captions"], files.manifest["context_length"]
     for shard, start, of_shard in zip(files.shards, starts, offsets, strict=False):
         _check_first_record(shard, files, int(of_shard[0]) - start, captions, context_length)
+        _check_some_begin(shard, files, of_shard - start)
     return PackedSet(
         files.name,
         tuple(shard.rec for shard in files.shards),
@@ -148,6 +150,18 @@ def _check_first_record(shard: Shard, files: SetFiles, first_offset: int, captio
             "shards are exchanged, or not of one pack",
             hint=f"rwkvclip inspect {files.name} --verify",
         )
+
+
+def _check_some_begin(shard: Shard, files: SetFiles, offsets: Offsets) -> None:
+    """See that records begin at some of a file's offsets, the last among them."""
+    with shard.rec.open("rb", buffering=0) as file:
+        for ordinal in spread_over(len(offsets), LOOKED_AT):
+            file.seek(int(offsets[ordinal]))
+            if file.read(len(MAGIC_BYTES)) != MAGIC_BYTES:
+                raise RwkvClipError(
+                    f"{shard.rec}: no record at byte {offsets[ordinal]:,}, where its index has record {ordinal:,}",
+                    hint=f"rwkvclip inspect {files.name} --verify",
+                )
 
 
 def _again(files: SetFiles) -> str:

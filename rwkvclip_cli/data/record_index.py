@@ -27,6 +27,15 @@ def default_index_path(path: PathLike) -> Path:
     return Path(path).with_suffix(".idx")
 
 
+def spread_over(count: int, most: int) -> list[int]:
+    """At most `most`, 2 or more, of the ordinals below `count`: the first, the last, and others at equal distances.
+
+    >>> spread_over(1000, 4)
+    [0, 333, 666, 999]
+    """
+    return [step * (count - 1) // (most - 1) for step in range(most)] if count > most else list(range(count))
+
+
 def read_index(index_path: PathLike) -> "array[int]":
     """The offsets that an index lists, in bytes: lines of key, tab, offset, with ascending offsets and distinct keys.
 

@@ -8,6 +8,7 @@ name of one shard means that shard alone. Nothing here opens a .rec, and nothing
 """
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.config import MAX_NAME_BYTES
+from rwkvclip_cli.console import RwkvClipError, UsageError, parse_json
 
 FORMAT_VERSION = 1
 # The files of a set by part, the .rec last.
@@ -32,6 +34,7 @@ MAX_MANIFEST_BYTES = 1 << 26
 # Numbered files: OUT-00000.rec and on, with more digits where there are more.
 SHARD_DIGITS = 5
 _SHARD = re.compile(rf"(?s:(.+))-([0-9]{{{SHARD_DIGITS},}})\.(?:rec|idx)")
+OWN_HASH = "manifest"  # of a manifest's hashes, the one of itself
 # What the manifest says of all shards together, which is not true of one.
 OF_ALL_SHARDS = ("shards", "sources", "statistics", "rejects", "hashes")
 
@@ -246,17 +249,24 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
         if not path.is_file():
             raise ValueError("it is no regular file")
         with path.open("rb") as file:
-            document = json.loads(file.read(MAX_MANIFEST_BYTES).decode("utf-8"))
+            document = parse_json(file.read(MAX_MANIFEST_BYTES).decode("utf-8"))
         for name in ("captions", "context_length", "count"):
             _check_count(name, document[name])
         if "shards" in document:
             _check_shards(document)
         if not isinstance(hashes := document.get("hashes", {}), dict):
             raise ValueError(f"hashes is {hashes!r}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         fault = str(error) if type(error) is ValueError else repr(error)
         return {}, fault[:300]
     return document, ""
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """The SHA-256 of what a manifest says, but for its own hash: order and spaces of the file do not matter."""
+    hashes = {part: value for part, value in manifest.get("hashes", {}).items() if part != OWN_HASH}
+    text = json.dumps({**manifest, "hashes": hashes}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_count(name: str, value: object) -> None:
@@ -271,6 +281,8 @@ def _check_shards(document: dict[str, Any]) -> None:
         name = entry["rec"]
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".rec") or name in names:
             raise ValueError(f"shard {number} is called {name!r}")
+        if len(os.fsencode(name)) > MAX_NAME_BYTES:
+            raise ValueError(f"shard {number} has a name of {len(name):,} letters")
         names.add(name)
         _check_count(f"the count of {name}", entry["count"])
         _check_count(f"the size_bytes of {name}", entry["size_bytes"])

@@ -42,7 +42,7 @@ WHY_NOT = {
 
 @dataclass
 class Checked:
-    """A record or damaged stretch. record: None where none could be read.
+    """A record or damaged stretch. record: None where none could be read. size: (W, H) in pixels of a proved image.
 
     number: in the pack, as header and list of sources have it. offset: in its file, None where that is missing.
     """
@@ -53,6 +53,7 @@ class Checked:
     offset: int | None
     origin: Origin | None
     record: Record | None
+    size: tuple[int, int] | None = None
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -103,6 +104,16 @@ def check_records(beside: Beside, prover: Prover | None, log: FaultLog) -> Itera
         yield checked
 
 
+def look_at(beside: Beside, part: Part, number: int, offset: int, found: Whole | str) -> Checked:
+    """A record by itself, from what lies at its offset: framing, header and labels, without index, source or image."""
+    checked = Checked(part, number - beside.files.first_number, number, offset, None, None)
+    if isinstance(found, Whole):
+        _check_payload(checked, found, beside)
+    else:
+        checked.add("cut-off" if "the file ends" in found else "framing", found)
+    return checked
+
+
 def _name(checked: Checked) -> str:
     return f"record {checked.ordinal}"
 
@@ -111,7 +122,9 @@ def _judge(checked: Checked, outcome: Outcome) -> None:
     if isinstance(outcome, Reject):
         message = outcome.message.removeprefix(f"{_name(checked)}: ")
         checked.add("image", f"{outcome.reason}: {message}")
-    elif not isinstance(outcome, Ignored) and outcome.kept != KEPT:
+    elif not isinstance(outcome, Ignored) and outcome.kept == KEPT:
+        checked.size = outcome.width, outcome.height
+    elif not isinstance(outcome, Ignored):
         other = f"a picture of another kind than JPEG ({outcome.kept.removeprefix('re-encoded:')})"
         checked.add("image", WHY_NOT.get(outcome.kept, other))
 

@@ -27,7 +27,7 @@ KINDS = {
     "index-order": "an offset or a key of the index that goes back",
     "index-key": "a key of the index that is not the record's number in its file",
     "index-line": "a line of the index that is no key, tab and offset",
-    "manifest": "the manifest is damaged, or says another size or count",
+    "manifest": "the manifest is damaged or changed, or says another size, count or statistic",
     "sources": "the list of sources is damaged, changed, gone or not of this pack",
     "rejects": "the list of rejects is not the one that was packed, or gone",
     "content-hash": "the bytes of the .rec are not those that the manifest has the hash of",

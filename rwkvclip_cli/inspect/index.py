@@ -24,7 +24,9 @@ MAX_LINE_BYTES = 4096
 
 
 class Listing:
-    """The offsets that an index lists, rising, with the line of each. Eight bytes a record, 24 where it is shuffled.
+    """The offsets that an index lists, rising, with the line of each.
+
+    It holds 8 bytes a record, 16 where the index is shuffled; while it is read, about 30 and, shuffled, 95.
 
     keys: of the offsets, where they rise as they should but are not 0, 1, 2, ...; else None.
     """

@@ -93,7 +93,7 @@ def _rebuild(options: InspectConfig, beside: Beside) -> Report:
 
 
 def _verify(options: InspectConfig, beside: Beside, prover: Prover | None) -> Report:
-    verdict = verify(beside, prover)
+    verdict = verify(beside, prover, options.proof)
     faults = [fault.document() for fault in verdict.log.first]
     found = {
         "sound": verdict.is_sound,
@@ -202,6 +202,7 @@ def _summary(options: InspectConfig, beside: Beside) -> Report:
     if found["missing"]:
         lines.append(f"  missing: {', '.join(found['missing'])}")
     lines += [f"  fault: {Fault(**fault)}" for fault in found["faults"]]
+    lines += [f"try: rwkvclip inspect {name} --verify, which looks at every record"] if found["faults"] else []
     return _report(options, "summary", found, page(lines), bool(found["faults"]))
 
 

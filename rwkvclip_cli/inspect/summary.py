@@ -5,19 +5,24 @@
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rwkvclip_cli.console import RwkvClipError, UsageError, counted
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.images import read_header
 from rwkvclip_cli.data.packing.samples import BadImage
+from rwkvclip_cli.data.record_index import spread_over
 from rwkvclip_cli.data.recordio import Record, unpack_record
+from rwkvclip_cli.inspect.check import look_at
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part, Sources
 from rwkvclip_cli.inspect.index import read_listing
 from rwkvclip_cli.inspect.records import Records, list_offsets
-from rwkvclip_cli.inspect.scan import Whole
+from rwkvclip_cli.inspect.scan import RecFile, Whole
 
+# Records that the summary looks at, of all shards together; of each of them at least the fewest.
+LOOKED_AT, FEWEST_LOOKED_AT = 48, 3
 RANGE = re.compile(r"(-?\d+)?(:(-?\d+)?)?")
 MANIFEST_FACTS = ("format_version", "tokenizer", "sources", "shuffled", "rejects", "content_hash", "salvaged")
 
@@ -28,7 +33,7 @@ def summarize(beside: Beside) -> dict[str, Any]:
     records = 0
     shards = []
     for part in beside.parts:
-        found, wrong = _summarize_part(part, beside)
+        found, wrong = _summarize_part(part, beside, records)
         shards.append({"rec": part.shard.rec.name, "records": found})
         records += found
         faults += wrong
@@ -52,14 +57,20 @@ def summarize(beside: Beside) -> dict[str, Any]:
     }
 
 
-def _summarize_part(part: Part, beside: Beside) -> tuple[int, list[Fault]]:
-    """How many records a file has, by its index if there is one, and what is plainly wrong with it."""
+def _summarize_part(part: Part, beside: Beside, before: int) -> tuple[int, list[Fault]]:
+    """How many records a file has, by its index if there is one, and what is plainly wrong with it.
+
+    `before`: how many the shards before it have.
+    """
     if part.rec is None:
         return 0, [Fault("missing-shard", f"{part.shard.rec.name} is not there", shard=part.name)]
-    if part.idx is None or not part.idx.is_file():
-        return len(list_offsets(part, beside)), []
-    listing, size_bytes = read_listing(part.idx), part.rec.stat().st_size
     log = FaultLog()
+    first = beside.files.first_number + before if part.shard.first is None else part.shard.first
+    if part.idx is None or not part.idx.is_file():
+        offsets = list_offsets(part, beside)
+        _look_at_some(part, offsets, beside, first, log)
+        return len(offsets), log.first
+    listing, size_bytes = read_listing(part.idx), part.rec.stat().st_size
     log.take_in(listing.faults, part.name)
     records = len(listing.offsets)
     if records and listing.offsets[-1] >= size_bytes:
@@ -70,7 +81,21 @@ def _summarize_part(part: Part, beside: Beside) -> tuple[int, list[Fault]]:
     if part.shard.count not in (None, records) and part.name is not None:
         message = f"it says {counted(part.shard.count, 'record')}, {part.idx.name} lists {records:,}"
         log.add(Fault("manifest", message, shard=part.name))
+    _look_at_some(part, listing.offsets, beside, first, log)
     return records, log.first
+
+
+def _look_at_some(part: Part, offsets: Sequence[int], beside: Beside, first: int, log: FaultLog) -> None:
+    """Look at the first record of a file, the last and some between: `offsets` say where, `first` numbers them."""
+    assert part.rec is not None
+    are_numbered = not log.total
+    with RecFile(part.rec) as file:
+        for place in spread_over(len(offsets), max(LOOKED_AT // len(beside.parts), FEWEST_LOOKED_AT)):
+            if offsets[place] < file.size_bytes:
+                checked = look_at(beside, part, first + place, offsets[place], file.read(offsets[place]))
+                for fault in checked.faults:
+                    if are_numbered or fault.kind != "header":
+                        log.add(fault)
 
 
 def read_range(text: str, count: int) -> range:

@@ -10,11 +10,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from rwkvclip_cli.console import counted, progress
+from rwkvclip_cli.data.shards import OWN_HASH, manifest_hash
 from rwkvclip_cli.data.shards import beside as path_beside
 from rwkvclip_cli.inspect.check import Prover, check_records
 from rwkvclip_cli.inspect.faults import Fault, FaultLog
 from rwkvclip_cli.inspect.files import Beside, Part
 from rwkvclip_cli.inspect.index import read_listing
+from rwkvclip_cli.inspect.recount import Recount
 from rwkvclip_cli.inspect.scan import RecFile
 
 HASH_BYTES = 1 << 20
@@ -41,15 +43,21 @@ class Verdict:
         return not self.log.total
 
 
-def verify(beside: Beside, prover: Prover | None) -> Verdict:
-    """Check the indexes against the records in both directions, every record, the manifest and the hashes."""
+def verify(beside: Beside, prover: Prover | None, proof: str = "decode") -> Verdict:
+    """Check the indexes against the records in both directions, every record, the manifest and the hashes.
+
+    proof: the name of what `prover` does.
+    """
     log = FaultLog()
     for fault in beside.misplaced:
         log.add(fault)
     records = sound = checksums = 0
+    packed_with = beside.manifest.get("options")
+    recount = Recount(beside, sizes_as_packed=isinstance(packed_with, dict) and packed_with.get("proof") == proof)
     content = _Content(beside, log) if beside.is_ours else None
     with progress(_expected(beside), "verifying", "records") as bar:
         for checked in check_records(beside, prover, log):
+            recount.add(checked)
             records += checked.record is not None
             sound += checked.record is not None and not checked.faults
             checksums += checked.origin is not None and checked.origin.checksum is not None
@@ -62,6 +70,11 @@ def verify(beside: Beside, prover: Prover | None) -> Verdict:
     if content is not None:
         content.finish()
     lists = _check_lists(beside, log)
+    # What is changed otherwise adds up to something else, of course.
+    if not log.total:
+        for fault in recount.faults():
+            log.add(fault)
+    _check_own_hash(beside, log)
     return Verdict(records, sound, log, content is not None, lists, checksums)
 
 
@@ -93,6 +106,16 @@ def _check_lists(beside: Beside, log: FaultLog) -> tuple[str, ...]:
         if digest != promised and not log.counts[part]:
             log.add(Fault(part, f"{path.name}: SHA-256 {digest}, packed with {str(promised)[:64]}"))
     return tuple(compared)
+
+
+def _check_own_hash(beside: Beside, log: FaultLog) -> None:
+    """Compare the manifest with its own hash, which older ones have not; what of it is wrong may have been told."""
+    promised = beside.manifest.get("hashes", {}).get(OWN_HASH)
+    if promised is None or log.counts["manifest"]:
+        return
+    if (digest := manifest_hash(beside.manifest)) != promised:
+        message = f"{beside.files.manifest_path.name} was changed: SHA-256 {digest}, packed with {str(promised)[:64]}"
+        log.add(Fault("manifest", message))
 
 
 class _Content:

@@ -95,8 +95,6 @@ def exit_recorded() -> Iterator[None]:
     except RwkvClipError as error:
         record_exit(error.exit_code, page([error.message, *error.details]), "", error.hint)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:
-        raise
     except KeyboardInterrupt:
         record_exit(EXIT_SIGNAL + signal.SIGINT, "interrupted")
         raise SystemExit(EXIT_SIGNAL + signal.SIGINT) from None

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.launch.network import Endpoint
 
 GREET_EVERY_S = 1.0
@@ -69,7 +70,7 @@ class Peers:
             except OSError:  # nothing more
                 return
             with contextlib.suppress(ValueError, TypeError, KeyError):  # somebody else's datagram
-                self._take(json.loads(data), sender if self.hosting else None)
+                self._take(parse_json(data), sender if self.hosting else None)
 
     def tell(self, cause: Cause) -> None:
         """Tell every known launch why this node's ranks ended, and wait a moment for them to confirm it."""

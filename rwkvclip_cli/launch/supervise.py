@@ -10,7 +10,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -235,7 +234,7 @@ class _Supervisor:
 def _show(verdict: Verdict) -> None:
     """Write the verdict to stderr, even where this process itself is a rank of something else."""
     if verdict.traceback:
-        print(verdict.traceback, file=sys.stderr, flush=True)
+        console.say_on_any_rank(*verdict.traceback.split("\n"))
     if verdict.message:
         message, *details = verdict.message.split("\n")
         console.show_error(RwkvClipError(message, verdict.hint, details=details))

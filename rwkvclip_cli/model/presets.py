@@ -5,16 +5,15 @@
 """
 
 import difflib
-import json
 import math
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.config import parse_toml
+from rwkvclip_cli.console import UsageError, parse_json
 
 FLOAT_MODES = ("bf16", "fp16", "fp32", "tf32")
 # The text tower's channel mix is 3.5 times as wide as the stream, rounded down to whole groups of 32.
@@ -229,7 +228,7 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-        config = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+        config = parse_toml(text) if path.suffix.lower() == ".toml" else parse_json(text)
     except OSError as error:
         raise UsageError(f"model config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, ValueError) as error:  # both parsers' errors are ValueErrors

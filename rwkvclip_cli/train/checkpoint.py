@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rwkvclip_cli.console import RwkvClipError, UsageError, write_hint
+from rwkvclip_cli.console import RwkvClipError, UsageError, parse_json, write_hint
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
@@ -165,7 +165,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read state.json of a checkpoint folder."""
     file = path / STATE_FILE
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise RwkvClipError(f"{file}: {error.strerror}", hint=f"ls {path}") from error
     except ValueError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rwkvclip_cli.console import writing
+from rwkvclip_cli.console import parse_json, writing
 
 METRICS_FILE = "metrics.jsonl"
 # Dense bf16 matrix rate of one GPU, FLOP/s, from the makers' data sheets; the first name that the device's contains.
@@ -65,8 +65,8 @@ def _drop_lines_from(path: Path, first_step: int) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            step = parse_json(line)["step"]
+        except (ValueError, KeyError, TypeError):
             continue
         if isinstance(step, int) and step < first_step:
             kept.append(line + "\n")

@@ -319,10 +319,11 @@ def test_a_saved_position_goes_on_with_the_same_pixels_on_the_gpu(packed: Path) 
 def test_a_damaged_record_ends_in_two_lines(tmp_path: Path, start: bytes, reason: str) -> None:
     rec = write_packed(tmp_path / "pairs.rec", 20)
     data = bytearray(rec.read_bytes())
-    at = data.index(start, int(open_packed(rec).offsets[7]))
+    packed = open_packed(rec)  # before the damage, which it might see
+    at = data.index(start, int(packed.offsets[7]))
     data[at : at + 60] = bytes(60)
     rec.write_bytes(data)
-    loader = TrainLoader(open_packed(rec), LoaderSpec(10, 16), epoch=0)
+    loader = TrainLoader(packed, LoaderSpec(10, 16), epoch=0)
     with pytest.raises(RwkvClipError, match=f"pairs.rec holds a record that DALI cannot read: .*{reason}") as caught:
         list(loader.batches())
     assert "\n" not in caught.value.message

@@ -9,6 +9,7 @@ from shard_files import shard_path, shards_of, split_set
 
 from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packed import open_packed
+from rwkvclip_cli.data.record_index import read_index
 from rwkvclip_cli.data.shards import set_of_shard, shard_names
 
 
@@ -69,6 +70,26 @@ def test_labels_of_another_width_are_refused(tmp_path: Path) -> None:
         RwkvClipError, match=r"its first record has 154 label values, not 3 captions of 77 tokens \(231\)"
     ):
         open_packed(rec)
+
+
+def test_a_manifest_whose_shard_has_a_name_that_no_file_can_have_is_damaged(tmp_path: Path) -> None:
+    shard = {"rec": "n" * 300 + ".rec", "count": 3, "size_bytes": 9, "content_hash": ""}
+    manifest = {"count": 3, "captions": 3, "context_length": 77, "shards": [shard]}
+    (tmp_path / "a.manifest.json").write_text(json.dumps(manifest))
+    write_packed(tmp_path / "a-00000.rec", 3, context_length=77)
+    with pytest.raises(UsageError, match="no such file"):
+        open_packed(tmp_path / "a.rec")
+
+
+@pytest.mark.parametrize("record", [1, 19])
+def test_a_file_in_which_no_records_are_is_refused(tmp_path: Path, record: int) -> None:
+    rec = write_packed(tmp_path / "a.rec", 20)
+    data = rec.read_bytes()
+    at = read_index(rec.with_suffix(".idx"))[record]
+    rec.write_bytes(data[:at] + bytes(len(data) - at))
+    with pytest.raises(RwkvClipError, match=f"no record at byte {at:,}, where its index has record {record}") as caught:
+        open_packed(rec)
+    assert caught.value.hint == f"rwkvclip inspect {rec} --verify"
 
 
 def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:

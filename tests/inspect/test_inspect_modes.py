@@ -23,6 +23,7 @@ from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.packing.reading import Position
 from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record, unpack_record
 from rwkvclip_cli.inspect import inspect_data
+from rwkvclip_cli.inspect.scan import RecFile
 from rwkvclip_cli.inspect.summary import read_range
 from rwkvclip_cli.train.losses import SCORES_BYTES
 
@@ -35,6 +36,51 @@ def test_the_summary_says_what_the_set_holds(packed) -> None:
     assert (document["captions"], document["context_length"], document["label_width"]) == (3, 77, 231)
     assert document["manifest"]["content_hash"] in report.text
     assert document["missing"] == document["faults"] == []
+
+
+def test_the_summary_tells_a_rec_of_junk_from_one_of_records(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    rec.write_bytes(bytes(range(1, 256)) * (packed.stat().st_size // 255) + bytes(packed.stat().st_size % 255))
+    report = inspect_data(InspectConfig(data=str(rec)))
+    assert report.exit_code == 1
+    assert [(fault["kind"], fault["record"]) for fault in report.document["faults"]] == [
+        ("framing", record) for record in range(8)
+    ]
+    assert "  fault: record 7 at byte " in report.text
+    assert report.text.endswith(f"\ntry: rwkvclip inspect {rec} --verify, which looks at every record")
+
+
+@pytest.mark.parametrize("parts", [SUFFIXES, ("rec", "idx"), ("rec", "idx", "manifest")], ids=len)
+@pytest.mark.parametrize("record", [0, 3, 7])
+def test_the_summary_names_the_record_that_is_none(packed, tmp_path, record, parts) -> None:
+    rec = copy_set(packed, tmp_path, parts)
+    flip_bit(rec, offsets(rec)[record] + 2, 0)
+    report = inspect_data(InspectConfig(data=str(rec)))
+    (fault,) = report.document["faults"]
+    assert (report.exit_code, fault["kind"], fault["record"], fault["offset"]) == (
+        1,
+        "framing",
+        record,
+        offsets(rec)[record],
+    )
+
+
+def test_the_summary_looks_at_labels_and_numbers_too(packed, tmp_path) -> None:
+    rec = copy_set(packed, tmp_path)
+    flip_bit(rec, offsets(rec)[2] + 8 + 8, 0)  # the id
+    flip_bit(rec, offsets(rec)[7] + 8 + 24 + 3, 7)  # the first label
+    report = inspect_data(InspectConfig(data=str(rec)))
+    assert [(fault["kind"], fault["record"]) for fault in report.document["faults"]] == [("header", 2), ("token", 7)]
+
+
+def test_the_summary_looks_at_a_bounded_number_of_records(tmp_path, monkeypatch) -> None:
+    rec = write_packed(tmp_path / "a.rec", 300)
+    seen = []
+    read = RecFile.read
+    monkeypatch.setattr(RecFile, "read", lambda file, offset: seen.append(offset) or read(file, offset))
+    assert inspect_data(InspectConfig(data=str(rec))).exit_code == 0
+    assert len(seen) == 48
+    assert (seen[0], seen[-1]) == (offsets(rec)[0], offsets(rec)[-1])
 
 
 def test_the_summary_of_a_bare_rec(packed, tmp_path) -> None:

@@ -58,6 +58,16 @@ def test_the_summary_counts_over_all_shards(packed, sharded) -> None:
     assert "shards:" not in inspected(shard_path(sharded, 2)).text
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_the_summary_looks_into_every_shard(sharded, is_alone) -> None:
+    rec = shard_path(sharded, 1)
+    flip_bit(rec, offsets(rec)[2] + 2, 0)
+    (fault,) = inspected(rec if is_alone else sharded).document["faults"]
+    assert (fault["kind"], fault["record"], fault.get("shard")) == (
+        ("framing", 2, None) if is_alone else ("framing", 5, "out-00001.rec")
+    )
+
+
 def test_the_summary_tells_what_is_missing(sharded) -> None:
     shard_path(sharded, 1).unlink()
     shard_path(sharded, 2).with_suffix(".idx").unlink()
@@ -219,7 +229,7 @@ def test_a_hash_of_all_shards_that_is_wrong_is_told(sharded) -> None:
     path = sharded.with_suffix(".manifest.json")
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"content_hash": "0" * 64}))
-    assert found(sharded) == [("content-hash", None, None, None)]
+    assert [kind for kind, *_ in found(sharded)] == ["content-hash", "manifest"]
 
 
 def test_a_list_of_sources_of_another_length_is_told(sharded) -> None:

@@ -27,6 +27,11 @@ class Decoder:
         self._batch_size = batch_size
         self._pipelines: dict[str, Any] = {}
 
+    def start(self) -> None:
+        """Start both pipelines now. Raises RuntimeError where the system does not let them."""
+        for what in ("peek", "decode"):
+            self._pipelines[what] = self._build(what)
+
     def decode(self, jpegs: Sequence[bytes], sizes: Sequence[tuple[int, int]]) -> Iterator[RGB | None]:
         """The pixels of each JPEG, (H, W, 3) uint8; None where DALI refuses or sees another size than (W, H).
 
@@ -59,9 +64,10 @@ class Decoder:
 
     def _run_batch(self, what: str, jpegs: Sequence[bytes]) -> Iterator[Any]:
         """One result a JPEG, None where DALI raises. It names no culprit, so the halves are tried again."""
+        # What keeps a pipeline from starting, such as a limit of threads, is no picture's fault.
+        pipeline = self._pipelines.get(what) or self._build(what)
+        self._pipelines[what] = pipeline
         try:
-            pipeline = self._pipelines.get(what) or self._build(what)
-            self._pipelines[what] = pipeline
             pipeline.feed_input("jpegs", [np.frombuffer(jpeg, np.uint8) for jpeg in jpegs])
             (output,) = pipeline.run()
         except RuntimeError:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.data.packing.growing import Extent
 from rwkvclip_cli.data.packing.reading import Position
 from rwkvclip_cli.data.packing.record_files import PairExtent
@@ -55,7 +56,7 @@ def read_journal(folder: Path) -> Journal | None:
         checksum, _, text = (folder / JOURNAL).read_text("utf-8").partition(" ")
         if checksum != _checksum(text):
             return None
-        document = json.loads(text)
+        document = parse_json(text)
         shards = [
             PairExtent(pair["count"], Extent(**pair["rec"]), Extent(**pair["idx"])) for pair in document.pop("shards")
         ]

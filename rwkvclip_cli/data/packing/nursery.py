@@ -26,6 +26,7 @@ from rwkvclip_cli.data.packing.channel import open_in_memory
 from rwkvclip_cli.data.packing.images import formats
 
 END_WAIT_S = 5.0
+CANNOT_FORK = os.EX_OSERR  # the exit code of a worker that the system did not let begin
 
 # A worker runs on one core: what its libraries would start besides only gets in the way of the others.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -128,7 +129,7 @@ def main(descriptor: int, proof: str) -> None:
         formats()
     gc.freeze()  # what is there stays, and stays shared: collections look at what comes later alone
     gc.enable()
-    children: dict[int, int] = {}
+    children: dict[int, int | None] = {}
     with socket.socket(fileno=descriptor) as requests:
         while True:
             request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST.size, 2)
@@ -138,7 +139,10 @@ def main(descriptor: int, proof: str) -> None:
             if what == WAIT:
                 requests.sendall(_CODE.pack(_wait_for(children.pop(ticket))))
                 continue
-            children[ticket] = os.fork()
+            try:
+                children[ticket] = os.fork()
+            except OSError:
+                children[ticket] = None
             if children[ticket] == 0:
                 requests.detach()
                 os.close(descriptor)
@@ -149,8 +153,8 @@ def main(descriptor: int, proof: str) -> None:
             _wait_for(child)
 
 
-def _wait_for(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _wait_for(child: int | None) -> int:
+    return CANNOT_FORK if child is None else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _become_worker(descriptor: int, shared: int) -> None:

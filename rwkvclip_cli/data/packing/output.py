@@ -16,11 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted
+from rwkvclip_cli.config import check_path
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted, parse_json
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
-from rwkvclip_cli.data.shards import SUFFIXES, beside, set_of_shard, shard_names
+from rwkvclip_cli.data.shards import OWN_HASH, SUFFIXES, beside, manifest_hash, set_of_shard, shard_names
 
 TEXTS = ("rejects", "sources")
 
@@ -194,8 +195,8 @@ class OutputSet:
     def commit(self, manifest: dict[str, Any], shards: int = 1) -> None:
         """Write the manifest, put every file on the disk and then in its place; where that fails, the old ones stay.
 
-        The manifest gets `hashes`, the SHA-256 of rejects and sources. `shards`: how many pairs of .rec and .idx there
-        are. Raises RwkvClipError too for files that others have made there since `start`.
+        The manifest gets `hashes`, the SHA-256 of rejects, sources and itself. `shards`: how many pairs of .rec and
+        .idx there are. Raises RwkvClipError too for files that others have made there since `start`.
         """
         try:
             self.refuse_existing()
@@ -207,6 +208,7 @@ class OutputSet:
             extents = {part: text.close() for part, text in self._texts.items()}
             hashes = {part: extent.content_hash for part, extent in extents.items() if extent}
             manifest = {**manifest, "hashes": hashes}
+            hashes[OWN_HASH] = manifest_hash(manifest)
             write_synced(self.partial["manifest"], json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
             self._switch.run(new, self.old_names())
         except OSError as error:
@@ -235,14 +237,19 @@ def final_paths(out: str) -> dict[str, Path]:
         raise UsageError(f"{out}: the output's name has to end in .rec", f"{out.rstrip('/')}.rec")
     if not rec.parent.is_dir():
         raise UsageError(f"{out}: no folder {rec.parent}", f"mkdir -p {rec.parent}")
-    return {part: beside(rec, part) for part in SUFFIXES}
+    final = {part: beside(rec, part) for part in SUFFIXES}
+    # The files of a pack have longer names than OUT.rec while it runs, and so have shards.
+    replaced = rec.with_name(f".{rec.name}.replaced") / final["manifest"].name
+    for path in (*final.values(), replaced, rec.with_name(shard_names(rec, 0)[0])):
+        check_path(f"{rec.name[:40]}... is too long a name, for a pack also writes", path)
+    return final
 
 
 def _listed_shards(manifest: Path) -> set[str]:
     """The names of the numbered files that a manifest lists, if it lists any; no other names, whatever it holds."""
     try:
-        names = {str(shard["rec"]) for shard in json.loads(manifest.read_text("utf-8"))["shards"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        names = {str(shard["rec"]) for shard in parse_json(manifest.read_text("utf-8"))["shards"]}
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
     stem = manifest.name.removesuffix(SUFFIXES["manifest"])
     recs = {name for name in names if name.endswith(".rec") and set_of_shard(name) == stem and "/" not in name}

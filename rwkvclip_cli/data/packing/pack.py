@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig, retype
-from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, counted, progress, say, warn
+from rwkvclip_cli.console import (
+    EXIT_SIGNAL,
+    RwkvClipError,
+    UnableError,
+    UsageError,
+    counted,
+    parse_json,
+    progress,
+    say,
+    warn,
+)
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
@@ -251,7 +261,7 @@ class _Pack:
 def _finished(config: PackConfig, output: OutputSet) -> PackSummary | None:
     """The summary of the set that is there, if it is what this pack would write; UsageError if it is of another."""
     try:
-        manifest = json.loads(output.final["manifest"].read_text("utf-8"))
+        manifest = parse_json(output.final["manifest"].read_text("utf-8"))
         if not output.is_whole(manifest):
             return None
         refuse_other_settings(config.out, manifest, _settings(config))

@@ -16,12 +16,14 @@ from typing import Any, BinaryIO, Self
 from rwkvclip_cli import console
 from rwkvclip_cli.console import RwkvClipError
 from rwkvclip_cli.data.packing.channel import Channel, open_in_memory
-from rwkvclip_cli.data.packing.nursery import Nursery
+from rwkvclip_cli.data.packing.nursery import CANNOT_FORK, Nursery
 from rwkvclip_cli.data.packing.samples import Ignored, Item, Reject, Sample
+from rwkvclip_cli.data.packing.user_limits import NO_THREADS, make_room_for_files, no_more_processes
 from rwkvclip_cli.data.packing.worker import Packed, WorkerOptions
 
 Outcome = Packed | Reject | Ignored
 
+FILES_OF_WORKER = 2  # open here: a socket and what is shared in memory; a third for a moment at its start
 BATCH_SAMPLES = 32
 BATCH_BYTES = 2**24
 BATCH_ITEMS = 1024
@@ -146,6 +148,8 @@ class Pool:
         self._let_go(worker)
         code = worker.nursery.wait(worker.ticket)
         if not worker.is_ready:
+            if code == CANNOT_FORK or any(words in worker.nursery.log for words in NO_THREADS):
+                raise no_more_processes(self.count, sum(each.is_ready for each in self._workers))
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS:
                 said = f"{MAX_FAILED_STARTS} packing processes did not start (last exit code {code})"
@@ -193,7 +197,10 @@ class Pool:
             for nursery in set(self._nurseries) - with_workers:
                 nursery.close()
                 self._nurseries.remove(nursery)
-            self._nurseries.append(Nursery(self.options.images.proof))
+            try:
+                self._nurseries.append(Nursery(self.options.images.proof))
+            except BlockingIOError:
+                raise no_more_processes(self.count, len(self._workers)) from None
         return self._nurseries[-1]
 
     def _dismiss(self) -> None:
@@ -209,7 +216,8 @@ class Pool:
         worker.shared.close()
 
     def __enter__(self) -> Self:
-        """Have a nursery load what workers need while this process looks at its sources."""
+        """Have a nursery load what workers need while this process looks at its sources. UnableError for no room."""
+        make_room_for_files(FILES_OF_WORKER * self.count, self.count)
         self._living_nursery()
         return self
 

@@ -16,7 +16,7 @@ from rwkvclip_cli.console import UsageError, counted
 from rwkvclip_cli.data.packing.growing import ANEW
 from rwkvclip_cli.data.packing.reading import Part, look_at, parts_of
 from rwkvclip_cli.data.packing.samples import SourceOptions, printable
-from rwkvclip_cli.data.packing.sources import KINDS
+from rwkvclip_cli.data.packing.sources import count_inputs
 
 # Options that have no part in the bytes of the files.
 FREE_OPTIONS = ("out", "workers", "writer", "overwrite", "resume", "json")
@@ -90,9 +90,9 @@ def changed_since(
                     return f"{printable(path)} has changed since"
                 if status.st_ctime_ns > when_ns:
                     replaced = replaced or path
-    counts = [count(path, options) for path, kind in found if (count := KINDS[kind].count_inputs)]
-    if len(counts) == len(found) and sum(counts) != inputs:
-        return f"the sources now hold {counted(sum(counts), 'input')}, {inputs:,} were packed or rejected"
+    count = count_inputs(found, options)
+    if count is not None and count != inputs:
+        return f"the sources now hold {counted(count, 'input')}, {inputs:,} were packed or rejected"
     return f"{printable(replaced)} was replaced since, or its name or permissions were changed" if replaced else ""
 
 

@@ -4,13 +4,13 @@
 ['a cat', 'a tabby']
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, decode_caption_bytes
 
 REASONS = {
@@ -251,8 +251,8 @@ def _read_sidecar(sidecar: Sidecar, keys: Sequence[str]) -> Sequence[Caption]:
         return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
     where = "its .json" if isinstance(sidecar.content, bytes) else sidecar.content
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(text)
+    except ValueError as error:
         raise BadCaptions(f"{where} is not valid JSON: {error}") from None
     if isinstance(document, dict):
         return captions_in(document, keys)

@@ -3,7 +3,8 @@
 >>> shuffle(unshuffled, files, sources, seed=0, after_each=lambda: None)
 
 The records are written in their sources' order first, and then copied in the drawn one: a record is read where the
-index says that it lies, so memory holds the order alone (16 bytes a record) and the disk both files for a while.
+index says that it lies. So memory holds the places of record and line and the order, 24 bytes a record (40 while the
+order is drawn), and the disk both files for a while.
 """
 
 from array import array

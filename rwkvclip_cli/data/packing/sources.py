@@ -33,7 +33,8 @@ class Kind:
     packed. `count` gives the number of its samples, rejects included, without reading images; None where only reading
     all of it would tell. `parts` gives the files that it consists of, each of them readable by itself. Where the items
     hold images, `read_on` yields those of a file behind the first so many, without reading the images of these.
-    `count_inputs`, where names or footers alone tell it, gives the number of its inputs, rejects of all kinds included.
+    `count_inputs`, where names or footers alone tell it, gives the number of its inputs, rejects of all kinds included;
+    None where the function that it is given says on the way that this has taken long enough.
     """
 
     read: Callable[[str, SourceOptions], Iterator[Item]]
@@ -41,7 +42,7 @@ class Kind:
     count: Callable[[str, SourceOptions], int | None]
     parts: Callable[[str], list[str]] = lambda path: [path]
     read_on: Callable[[str, SourceOptions, int], Iterator[Item]] | None = None
-    count_inputs: Callable[[str, SourceOptions], int] | None = None
+    count_inputs: Callable[[str, SourceOptions, Callable[[], bool]], int | None] | None = None
 
 
 def find_sources(paths: Iterable[str], options: SourceOptions) -> list[tuple[str, str]]:
@@ -70,6 +71,20 @@ def count_samples(found: Iterable[tuple[str, str]], options: SourceOptions) -> i
     total = 0
     for path, kind in found:
         count = KINDS[kind].count(path, options)
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def count_inputs(
+    found: Iterable[tuple[str, str]], options: SourceOptions, enough: Callable[[], bool] = lambda: False
+) -> int | None:
+    """The inputs of all sources; None where one would have to be read for that, or once `enough()` is true."""
+    total = 0
+    for path, kind in found:
+        counter = KINDS[kind].count_inputs
+        count = counter(path, options, enough) if counter else None
         if count is None:
             return None
         total += count
@@ -141,8 +156,13 @@ def _parquet_columns(path: str, options: SourceOptions) -> Columns:
     return taken[0]
 
 
-def _count_parquets(path: str, options: SourceOptions) -> int:
-    return sum(count_rows(file) for file in parquet_files(path))
+def _count_parquets(path: str, options: SourceOptions, enough: Callable[[], bool] = lambda: False) -> int | None:
+    count = 0
+    for file in parquet_files(path):
+        count += count_rows(file)
+        if enough():
+            return None
+    return count
 
 
 def _read_tars(path: str, options: SourceOptions) -> Iterator[Item]:
@@ -179,8 +199,13 @@ def _count_by(read: Callable[[str, SourceOptions], Iterator[Item]]) -> Callable[
     return count
 
 
-def _count_files(path: str, options: SourceOptions) -> int:
-    return sum(not isinstance(item, Ignored) for item in read_folder(path, options))
+def _count_files(path: str, options: SourceOptions, enough: Callable[[], bool]) -> int | None:
+    count = 0
+    for item in read_folder(path, options):
+        count += not isinstance(item, Ignored)
+        if count % 1024 == 0 and enough():
+            return None
+    return count
 
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")

@@ -8,7 +8,6 @@ import ast
 import codecs
 import csv
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.console import UsageError, parse_json
 from rwkvclip_cli.data.captions import START_ID
 from rwkvclip_cli.data.packing.samples import (
     DEFAULT_CAPTION_KEYS,
@@ -106,8 +105,8 @@ def _lines_of(lines: TextIO) -> Iterator[str]:
 def _parse(line: str) -> Any:
     """The value of a JSON line, or None where it is none."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line)
+    except ValueError:
         return None
 
 
@@ -195,7 +194,7 @@ def _image(value: Any) -> tuple[bytes | str | None, str]:
 def _listed(cell: str) -> Any:
     """The list that a cell spells, as JSON or as Python prints it; any other cell stays as it is."""
     if cell.lstrip().startswith("["):
-        for parse in (json.loads, ast.literal_eval):
+        for parse in (parse_json, ast.literal_eval):
             try:
                 value = parse(cell.strip())
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

@@ -107,7 +107,7 @@ def pack_samples(
             picture.kept,
             picture.width,
             picture.height,
-            tuple(_token_counts(labels, slots, options.context_length)),
+            tuple(token_counts(labels, slots, options.context_length)),
             truncated,
             max(0, len(found) - options.captions),
             sum(not isinstance(caption, str) and not is_marked(caption) for caption in found[: options.captions]),
@@ -142,8 +142,8 @@ def _without_caption(sample: Sample) -> str:
     return f"{sample.source}: no caption in its row"
 
 
-def _token_counts(labels: "array[float]", slots: int, context_length: int) -> list[int]:
-    """Ids of each of the first slots up to the end token, after which all is padding."""
+def token_counts(labels: "array[float]", slots: int, context_length: int) -> list[int]:
+    """The ids of each of the first `slots` of a record's labels up to the end token, after which all is padding."""
     data, slot_bytes = labels.tobytes(), labels.itemsize * context_length
     # Of a number's bytes only trailing ones are zero too, and a slot is never blank.
     padded = (data[start : start + slot_bytes] for start in range(0, slots * slot_bytes, slot_bytes))
@@ -156,6 +156,8 @@ def main(descriptor: int, shared: int) -> None:
     try:
         options: WorkerOptions = channel.receive()
         decoder = Decoder()
+        if options.images.proof == "decode":
+            decoder.start()
         channel.send(("ready", None))
         while True:
             samples = channel.receive()

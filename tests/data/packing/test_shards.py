@@ -13,6 +13,7 @@ from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.output import SUFFIXES, OutputSet
 from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.recordio import RecordReader
+from rwkvclip_cli.data.shards import manifest_hash
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 BESIDE = ["manifest.json", "rejects.jsonl", "sources.tsv"]
@@ -50,6 +51,8 @@ def test_shards_hold_the_bytes_of_the_one_file(tmp_path, source, options, size, 
     assert b"".join(contents) == (tmp_path / "one" / "o.rec").read_bytes()
     for name in ("rejects.jsonl", "sources.tsv"):
         assert (tmp_path / "many" / f"o.{name}").read_bytes() == (tmp_path / "one" / f"o.{name}").read_bytes()
+    for each in (manifest, whole):
+        assert each["hashes"].pop("manifest") == manifest_hash(each)
     assert manifest.pop("shards") == [
         {"rec": rec, "count": count, "size_bytes": len(data), "content_hash": hashlib.sha256(data).hexdigest()}
         for rec, count, data in zip(recs, counts, contents, strict=True)

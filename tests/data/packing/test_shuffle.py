@@ -1,6 +1,7 @@
 """--shuffle: the same records in an order of the whole set, drawn from the seed alone."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from helpers import jpeg
 
 from rwkvclip_cli.config import PackConfig
 from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.data.packing import shuffle as shuffle_module
 from rwkvclip_cli.data.packing.growing import GrowingFile
 from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.packing.record_files import RecordFiles
-from rwkvclip_cli.data.packing.shuffle import Unshuffled, shuffle, shuffled_order
+from rwkvclip_cli.data.packing.shuffle import Unshuffled, _line_starts, shuffle, shuffled_order
 from rwkvclip_cli.data.recordio import RecordReader
 
 
@@ -86,3 +88,21 @@ def test_records_that_were_cut_off_are_told_before_any_is_copied(folder: Path, d
             shuffle(unshuffled, files, sources, seed=3, after_each=lambda: None)
         sources.abandon()
     assert files.count == 0
+
+
+def test_memory_is_what_the_module_says_of_it(tmp_path: Path) -> None:
+    count = 1 << 18
+    (tmp_path / "sources.tsv").write_bytes(b"0\n" * count)
+    (tmp_path / "a.idx").write_text("".join(f"{record}\t{4 * record}\n" for record in range(count)))
+    with (tmp_path / "a.rec").open("wb") as rec:
+        rec.truncate(4 * count)
+    with RecordReader(tmp_path / "a.rec") as reader:
+        starts, offsets = _line_starts(tmp_path / "sources.tsv"), reader.offsets
+        tracemalloc.start()
+        order = shuffled_order(count, 0)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        places = starts.itemsize + offsets.itemsize
+    held, at_most = places + order.itemsize, places + round(peak_bytes / count)
+    said = " ".join(str(shuffle_module.__doc__).split())
+    assert f"{held} bytes a record ({at_most} while the order is drawn)" in said

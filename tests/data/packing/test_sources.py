@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pack_files import open_descriptors, told, write, write_tar
 
@@ -27,7 +29,7 @@ from rwkvclip_cli.data.packing.samples import (
     printable,
     texts,
 )
-from rwkvclip_cli.data.packing.sources import find_sources, read_sources
+from rwkvclip_cli.data.packing.sources import count_inputs, find_sources, read_sources
 
 
 def folder(root: Path, **options: object) -> list[tuple[str, object]]:
@@ -305,6 +307,21 @@ def test_the_number_of_inputs_is_estimated(tmp_path):
     assert counts == [3, 2, 3, 3]
     (tmp_path / "z.tar").write_bytes(gzip.compress((tmp_path / "t.tar").read_bytes()))
     assert estimate_inputs(find(tmp_path / "z.tar"), options) is None
+
+
+def test_what_names_or_footers_tell_is_counted_in_one_way_whole_or_not_at_all(tmp_path):
+    write(tmp_path / "imgs", {f"{number}.jpg": "" for number in range(1030)})
+    pq.write_table(pa.table({"image": ["x", "y"], "caption": ["a", "b"]}), tmp_path / "t.parquet")
+    write(tmp_path, {"t.csv": "image,caption\nx,1"})
+    options = SourceOptions()
+    for name, count in (("imgs", 1030), ("t.parquet", 2)):
+        found = find(tmp_path / name)
+        assert count_inputs(found, options) == estimate_inputs(found, options) == count
+        assert count_inputs(found, options, lambda: True) is estimate_inputs(found, options, budget_s=-1.0) is None
+    both = [*find(tmp_path / "imgs"), *find(tmp_path / "t.parquet")]
+    assert count_inputs(both, options) == estimate_inputs(both, options) == 1032
+    assert count_inputs([*both, *find(tmp_path / "t.csv")], options) is None
+    assert estimate_inputs([*both, *find(tmp_path / "t.csv")], options) == 1033
 
 
 def test_what_takes_too_long_to_count_is_extrapolated(tmp_path):
