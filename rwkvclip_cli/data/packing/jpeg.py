@@ -32,6 +32,8 @@ OTHER_SURPLUS = tuple(bytes.fromhex(start) + SURPLUS for start in ("5a", "3c", "
 
 BLOCK = 8  # pixels
 MOST_SIDE = 65_500  # JPEG_MAX_DIMENSION of libjpeg
+ADOBE_BYTES = 14  # from APP14's length to the colour transform, which is its last byte
+RGB_TRANSFORM = 0
 YCC_TRANSFORM = 1  # the last byte of Adobe's APP14: Adobe Technical Note 5116, section 18
 
 # How many components a frame has, then identifier and sampling of each; and a coded unit's (W, H) in pixels.
@@ -121,6 +123,23 @@ def is_common(walk: Walk) -> bool:
     Bytes that are no JPEG at all are left for others to judge.
     """
     return next((marker for marker, _, _ in walk.segments if _is_frame(marker)), 0xC0) <= 0xC2
+
+
+def stores_rgb(walk: Walk) -> bool:
+    """Whether the frame's three components are red, green and blue, or its marks disagree on that.
+
+    A colour transform of Adobe's and the components' names may say so. libjpeg, and so DALI on the CPU, goes by both;
+    the GPU's decoder takes all three components for YCbCr, without an error.
+    """
+    transform, names = YCC_TRANSFORM, b""
+    for marker, start, end in walk.segments:
+        if marker == SOS:
+            break
+        if _is_frame(marker):
+            names = walk.data[start:end][8::3]
+        elif marker == APP14 and walk.data.startswith(b"Adobe", start + 2) and end - start >= ADOBE_BYTES:
+            transform = walk.data[start + ADOBE_BYTES - 1]
+    return len(names) == 3 and (transform == RGB_TRANSFORM or names == b"RGB")
 
 
 def check_scans(walk: Walk) -> None:

@@ -32,6 +32,7 @@ from rwkvclip_cli.data.packing.jpeg import (
     lengthen_scans,
     plain_size,
     probes,
+    stores_rgb,
     walk_jpeg,
 )
 from rwkvclip_cli.data.packing.samples import BadImage
@@ -116,8 +117,8 @@ def prepare(
     have, in which missing data shows, and the careful reader compares the means of the blocks at the top, which other
     colours, a turn or another size change. Everything else is encoded anew, and DALI's pixels of the new bytes come
     within FAITHFUL_MEAN of the careful ones; a `quality` too low for that is raised. With proof `structure` a JPEG
-    keeps its bytes where its markers are whole, with `none` always; but a rare kind (lossless, arithmetic) is encoded
-    anew whatever the proof.
+    keeps its bytes where its markers are whole, with `none` always; but kinds that a GPU decodes otherwise (lossless,
+    arithmetic, RGB) are encoded anew whatever the proof.
     """
     decoder = decoder or Decoder()
     results: list[Prepared | BadImage | None] = [None] * len(pictures)
@@ -190,6 +191,8 @@ def _examine(picture: _Picture, options: ImageOptions) -> Prepared | None:
     walk = picture.walk
     if walk and not is_long and not is_common(walk):
         picture.why = "re-encoded:rare-jpeg"
+    elif walk and not is_long and stores_rgb(walk):
+        picture.why = "re-encoded:rgb-jpeg"
     elif walk and not is_long and options.proof != "decode":
         if options.proof == "none" or _is_whole(walk):
             return _kept(picture, header.width, header.height)

@@ -18,6 +18,7 @@ from rwkvclip_cli.data.packing.jpeg import (
     lengthen_scans,
     plain_size,
     probes,
+    stores_rgb,
     walk_jpeg,
 )
 from rwkvclip_cli.data.packing.samples import BadImage
@@ -85,7 +86,7 @@ def test_a_scan_ends_at_its_first_marker_however_long_it_is(length, last):
     assert (found.segments[-1], found.fault) == ((SCAN_DATA, len(head), end), None)
 
 
-def coded(mode: str = "RGB", **options: object) -> bytes:
+def small_jpeg(mode: str = "RGB", **options: object) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(smooth()).convert(mode).save(buffer, "JPEG", **options)
     return buffer.getvalue()
@@ -93,7 +94,13 @@ def coded(mode: str = "RGB", **options: object) -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [coded(), coded("L"), coded(progressive=True), coded(comment=b"a remark"), coded(restart_marker_blocks=1)],
+    [
+        small_jpeg(),
+        small_jpeg("L"),
+        small_jpeg(progressive=True),
+        small_jpeg(comment=b"a remark"),
+        small_jpeg(restart_marker_blocks=1),
+    ],
     ids=["colour", "grey", "progressive", "comment", "restarts"],
 )
 def test_a_plain_jpeg_says_its_size_as_the_careful_reader_does(data):
@@ -109,15 +116,15 @@ def test_what_is_plain_is_opened_by_the_careful_reader_too(path):
 
 TABLE = b"\xff\xdb\x00\x43\x00"
 UNUSUAL = {
-    "EXIF": coded(exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"),
-    "CMYK": coded("CMYK"),
-    "12 bits": coded().replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc0\x00\x11\x0c"),
-    "no width": coded().replace(b"\x00\x20\x00\x30", b"\x00\x20\x00\x00"),
+    "EXIF": small_jpeg(exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"),
+    "CMYK": small_jpeg("CMYK"),
+    "12 bits": small_jpeg().replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc0\x00\x11\x0c"),
+    "no width": small_jpeg().replace(b"\x00\x20\x00\x30", b"\x00\x20\x00\x00"),
     "two components": SOI + b"\xff\xc0\x00\x0e\x08\x00\x02\x00\x01\x02\x01\x11\x00\x02\x11\x00" + SCAN + EOI,
     "no frame": SOI + SCAN + EOI,
-    "no end": coded()[:-2],
-    "a table cut short": coded().replace(TABLE, b"\xff\xdb\x00\x42\x00", 1),
-    "a table of 16 bits": coded().replace(TABLE, TABLE[:-1] + b"\x10", 1),
+    "no end": small_jpeg()[:-2],
+    "a table cut short": small_jpeg().replace(TABLE, b"\xff\xdb\x00\x42\x00", 1),
+    "a table of 16 bits": small_jpeg().replace(TABLE, TABLE[:-1] + b"\x10", 1),
     "a short JFIF": SOI + b"\xff\xe0\x00\x07JFIF\0" + FRAME + SCAN + EOI,
 }
 
@@ -133,6 +140,23 @@ def test_an_unusual_jpeg_is_for_other_readers_to_open(name):
 def test_lossless_and_arithmetic_frames_are_rare(frame, common):
     tables = b"\xff\xc4\x00\x02\xff\xcc\x00\x02"  # DHT and DAC are no frames
     assert is_common(walk_jpeg(SOI + tables + FRAME.replace(b"\xc0", frame) + SCAN + EOI)) is common
+
+
+ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
+NAMED_RGB = (b"\x01\x22\x00\x02\x11\x01\x03\x11\x01", b"R\x22\x00G\x11\x01B\x11\x01")
+
+
+def test_red_green_and_blue_are_told_from_what_nearly_all_store():
+    data = small_jpeg()
+    named = data.replace(*NAMED_RGB)
+    assert named != data
+    for plain in (data, data[:2] + ADOBE + b"\x01" + data[2:], small_jpeg("L"), small_jpeg("CMYK"), b"", SOI + EOI):
+        assert not stores_rgb(walk_jpeg(plain))
+    assert not stores_rgb(walk_jpeg(small_jpeg("L")[:2] + ADOBE + b"\x00" + small_jpeg("L")[2:]))
+    assert not stores_rgb(walk_jpeg(data[:2] + ADOBE.replace(b"Adobe", b"Adobo") + b"\x00" + data[2:]))
+    assert not stores_rgb(walk_jpeg(data[:2] + ADOBE.replace(b"\x0e", b"\x0d") + data[2:]))
+    for other in (named, data[:2] + ADOBE + b"\x00" + data[2:], named[:2] + ADOBE + b"\x01" + named[2:]):
+        assert stores_rgb(walk_jpeg(other))
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF89a", SOI + b"junk", SOI + EOI])
@@ -268,11 +292,10 @@ def test_only_plain_jpegs_are_probed(coding):
 def test_colours_in_doubt_and_damage_are_not_probed():
     data = coded("smooth", "baseline")
     assert probes(walk_jpeg(data)) is not None
-    adobe = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
-    assert probes(walk_jpeg(data[:2] + adobe + b"\x01" + data[2:])) is not None
+    assert probes(walk_jpeg(data[:2] + ADOBE + b"\x01" + data[2:])) is not None
     for other in (
-        data[:2] + adobe + b"\x00" + data[2:],  # RGB, says Adobe
-        data.replace(b"\x01\x22\x00\x02\x11\x01\x03\x11\x01", b"R\x22\x00G\x11\x01B\x11\x01"),
+        data[:2] + ADOBE + b"\x00" + data[2:],  # RGB, says Adobe
+        data.replace(*NAMED_RGB),
         data[:2] + b"\xff\xdd\x00\x04\x00\x02" + data[2:],  # restarts
         data[:-2],  # no end
         b"no JPEG",

@@ -181,6 +181,19 @@ def test_no_proof_keeps_any_common_jpeg_but_still_makes_jpeg_of_the_rest():
     assert outcome(mended) == "re-encoded:rare-jpeg"
 
 
+@pytest.mark.parametrize("proof", ["decode", "structure", "none"])
+def test_red_green_and_blue_become_what_a_gpu_decodes_alike(proof):
+    """A GPU takes the components of any JPEG for YCbCr: these came out in other colours there, without an error."""
+    buffer = io.BytesIO()
+    Image.fromarray(smooth()).save(buffer, "JPEG", quality=95, keep_rgb=True)
+    (mended,) = prepare([buffer.getvalue()], ImageOptions(proof=proof))
+    assert outcome(mended) == "re-encoded:rgb-jpeg"
+    assert np.abs(read_rgb(mended.jpeg).astype(int) - smooth()).mean() < 2
+    if proof == "decode":
+        (cut,) = prepare([buffer.getvalue()[: len(buffer.getvalue()) // 2] + b"\xff\xd9"], ImageOptions(proof=proof))
+        assert outcome(cut) == "reject:truncated-image"
+
+
 @pytest.mark.parametrize("proof", ["structure", "none"])
 def test_only_the_decode_proof_needs_dali(proof):
     class Absent(Decoder):
