@@ -18,6 +18,11 @@ ALIGNMENT = 16
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
 
+def ceil_div(count: int, size: int) -> int:
+    """How many blocks of a size hold so many; Triton's own `cdiv` takes longer than some launches."""
+    return -(-count // size)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: Any) -> None:
     """Run `kernel[grid](*arguments, **options)`, for a kernel whose `options` hold all its constants, by name.
 

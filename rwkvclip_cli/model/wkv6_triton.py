@@ -14,6 +14,7 @@ rounded to no less than 16 bits and sums are float32, so that results are exact 
 added atomically, so they repeat.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rwkvclip_cli.model.launching import launch
+from rwkvclip_cli.model.launching import ceil_div, launch
 from rwkvclip_cli.model.wkv6_kernels.backward import backward_kernel
 from rwkvclip_cli.model.wkv6_kernels.borders import CHUNK, TILE
 from rwkvclip_cli.model.wkv6_kernels.carry import carry_kernel, half_decay_kernel
@@ -84,7 +85,7 @@ def backward(
     batch, tokens, heads, channels = r.shape
     grad_r, grad_k, grad_v, grad_w = out or tuple(torch.empty_like(tensor) for tensor in (r, k, v, w))
     r, k, v, w, grad_y = _without_float16(r, k, v, w, grad_y)
-    tree_tiles = triton.cdiv(tokens, TREE_TOKENS.value)
+    tree_tiles = ceil_div(tokens, TREE_TOKENS.value)
     sums = r.new_zeros((2, batch, heads, tree_tiles, channels), dtype=torch.float32)
     if batch:
         full = _is_full(r, k)
@@ -128,7 +129,7 @@ def _launch_forward(
 ) -> Tensor:
     """Fill y by the short form; return (B H, tiles) which tiles' decays were too strong for it."""
     batch, tokens, heads, channels = r.shape
-    count = triton.cdiv(tokens, TILE.value)
+    count = ceil_div(tokens, TILE.value)
     strong = r.new_empty((batch * heads, count), dtype=torch.bool)
     for tiles in _tiles(tokens):
         launch(
@@ -156,7 +157,7 @@ def _launch_tree(
     """Fill y, and `products` where given, of those heads that have a tile with `strong` decays."""
     batch, tokens, heads, channels = r.shape
     launch(
-        tree_forward_kernel, (batch * heads * triton.cdiv(tokens, TREE_TOKENS.value),),
+        tree_forward_kernel, (batch * heads * ceil_div(tokens, TREE_TOKENS.value),),
         r, k, v, w, u, base, y, other, products, strong, tokens, heads, N=channels, FULL=full,
         HAS_BASE=base is not None, WITH_PRODUCTS=products is not None, FLAGS=strong.shape[1], num_warps=TREE_WARPS,
         num_stages=1,
@@ -166,7 +167,7 @@ def _launch_tree(
 def _halves(w: Tensor, base: Tensor | None, full: bool) -> Tensor | None:
     """The decays over half of each tile, (B H, tiles, N); of one tile none."""
     batch, tokens, heads, channels = w.shape
-    tiles = triton.cdiv(tokens, TILE.value)
+    tiles = ceil_div(tokens, TILE.value)
     if tiles == 1:
         return None
     halves = w.new_empty((batch * heads, tiles, channels), dtype=torch.float32)
@@ -234,6 +235,7 @@ class _Tiles:
         return {"M": self.rows, "num_warps": self.rows // CHUNK.value, "num_stages": stages}
 
 
+@functools.cache
 def _tiles(tokens: int) -> list[_Tiles]:
     """Whole tiles, and a last one of no more rows than it needs."""
     whole, rest = divmod(tokens, TILE.value)
@@ -243,6 +245,7 @@ def _tiles(tokens: int) -> list[_Tiles]:
     return [tiles for tiles in (_Tiles(0, whole, TILE.value), _Tiles(whole, min(rest, 1), rows)) if tiles.count]
 
 
+@functools.cache
 def _pieces(channels: int) -> dict[str, tuple[int, ...]]:
     """Into what pieces of widths that are powers of two v's channels are cut, and where they start."""
     widths = (64,) * (channels // 64) + (CHUNK.value,) * (channels % 64 // CHUNK.value)

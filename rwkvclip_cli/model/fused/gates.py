@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, put, sigmoid, take
-from rwkvclip_cli.model.launching import launch
+from rwkvclip_cli.model.launching import ceil_div, launch
 
 HEAD_ROWS, HEAD_BACK_ROWS, HEAD_WARPS = 32, 16, 4
 HEAD_PROGRAMS = 6
@@ -63,7 +63,7 @@ def head_gate(y: Tensor, g: Tensor, weight: Tensor, bias: Tensor, eps: float, la
     """GroupNorm of y over each head, times SiLU(g); y and g (L, C), the result in the type of g."""
     z = torch.empty_like(g)
     launch(
-        _head_gate_kernel, (max(1, triton.cdiv(layout.rows, HEAD_ROWS)), layout.heads),
+        _head_gate_kernel, (max(1, ceil_div(layout.rows, HEAD_ROWS)), layout.heads),
         y, g, weight, bias, z, layout.rows, eps,
         C=layout.width, HEAD=layout.head, CHUNK=_chunk(layout), ROWS=HEAD_ROWS, num_warps=HEAD_WARPS,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def head_gate_backward(
     The gradient of g goes to `grad_g`.
     """
     z, grad_y = torch.empty_like(g), torch.empty_like(y)
-    programs = max(1, min(layout.programs(HEAD_PROGRAMS) // layout.heads, triton.cdiv(layout.rows, HEAD_BACK_ROWS)))
+    programs = max(1, min(layout.programs(HEAD_PROGRAMS) // layout.heads, ceil_div(layout.rows, HEAD_BACK_ROWS)))
     sums = torch.empty((programs, 2, layout.width), dtype=torch.float32, device=y.device)
     launch(
         _head_gate_back_kernel, (programs, layout.heads),
@@ -250,8 +250,8 @@ def _chunk(layout: Layout) -> int:
 
 
 def _flat(x: Tensor) -> tuple[int]:
-    return (max(1, triton.cdiv(x.numel(), FLAT)),)
+    return (max(1, ceil_div(x.numel(), FLAT)),)
 
 
 def _output_tiles(layout: Layout) -> tuple[int, int]:
-    return max(1, triton.cdiv(layout.rows, OUTPUT_ROWS)), triton.cdiv(layout.width, OUTPUT_CHANNELS)
+    return max(1, ceil_div(layout.rows, OUTPUT_ROWS)), ceil_div(layout.width, OUTPUT_CHANNELS)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import dot, put
-from rwkvclip_cli.model.launching import launch
+from rwkvclip_cli.model.launching import ceil_div, launch
 
 ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8
 WARPS, STAGES = 8, 3
@@ -57,7 +57,7 @@ def squared_relu_product(x: Tensor, weight: Tensor) -> Tensor:
     rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     launch(
-        _hidden_kernel, (max(1, triton.cdiv(rows, ROWS)) * triton.cdiv(columns, COLUMNS),),
+        _hidden_kernel, (max(1, ceil_div(rows, ROWS)) * ceil_div(columns, COLUMNS),),
         x, weight, out, rows, columns, 1, weight.stride(0),
         K=x.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, GROUP=GROUP, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip

@@ -34,9 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, x: Tensor, heads: int, grid: tuple[int, int] | None) -> "Layout":
-        batch, tokens, width = x.shape
-        lines, columns = grid or (1, tokens)
-        return cls(batch, tokens, width, heads, lines, columns, 4 if grid else 2, _processors(x.device))
+        return _layout(*x.shape, heads, grid, x.device)
 
     @property
     def rows(self) -> int:
@@ -60,13 +58,21 @@ class Layout:
         """Programs that sum parameter gradients, so many for each multiprocessor, and each leaving one row of sums."""
         return each * self.processors or 2
 
-    @property
+    @functools.cached_property
     def places(self) -> dict[str, int]:
         """What kernels that look at neighbours are compiled for."""
         return {
             "C": self.width, "HEAD": self.head, "PART": self.part, "VECTOR": self.vector,
             "TOKENS": self.tokens, "LINES": self.lines, "COLUMNS": self.columns,
         }  # fmt: skip
+
+
+@functools.cache
+def _layout(
+    batch: int, tokens: int, width: int, heads: int, grid: tuple[int, int] | None, device: torch.device
+) -> Layout:
+    lines, columns = grid or (1, tokens)
+    return Layout(batch, tokens, width, heads, lines, columns, 4 if grid else 2, _processors(device))
 
 
 @functools.cache

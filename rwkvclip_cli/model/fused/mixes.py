@@ -24,7 +24,7 @@ from rwkvclip_cli.model.fused.layout import (
     take_neighbour,
     take_row,
 )
-from rwkvclip_cli.model.launching import launch
+from rwkvclip_cli.model.launching import ceil_div, launch
 
 RANK = tl.constexpr(MIX_RANK)
 MIX_ROWS, MIX_CHANNELS = 8, 128
@@ -248,7 +248,7 @@ def inner_backward(grad_shares: Tensor, inner: Tensor, outer: Tensor, layout: La
     before = torch.empty_like(inner)
     tile = INNER[inner.itemsize]
     launch(
-        _inner_back_kernel, (max(1, triton.cdiv(layout.rows, tile.rows)), 5),
+        _inner_back_kernel, (max(1, ceil_div(layout.rows, tile.rows)), 5),
         grad_shares, inner, outer, before, layout.rows * layout.width, layout.rows,
         C=layout.width, PRECISION=precision(inner.dtype), **tile.settings(),
     )  # fmt: skip
@@ -256,4 +256,4 @@ def inner_backward(grad_shares: Tensor, inner: Tensor, outer: Tensor, layout: La
 
 
 def _tiles(layout: Layout, rows: int, channels: int) -> tuple[int, int]:
-    return max(1, triton.cdiv(layout.rows, rows)), triton.cdiv(layout.width, channels)
+    return max(1, ceil_div(layout.rows, rows)), ceil_div(layout.width, channels)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rwkvclip_cli.model.fused.layout import Layout, columns_inside, neighbour, put, take, take_neighbour, take_row
-from rwkvclip_cli.model.launching import launch
+from rwkvclip_cli.model.launching import ceil_div, launch
 
 WARPS = 2
 # A warp to a row, which it reads in pieces of CHUNK channels: so widths like 640 leave no thread idle, and a row's sums
@@ -98,7 +98,7 @@ def add_norm(
     normed = torch.empty_like(x, dtype=dtype)
     mean, rstd = torch.empty((2, layout.rows), dtype=torch.float32, device=x.device)
     launch(
-        _add_norm_kernel, (max(1, triton.cdiv(layout.rows, ROWS)),),
+        _add_norm_kernel, (max(1, ceil_div(layout.rows, ROWS)),),
         x, change, keep, weight, bias, total, normed, mean, rstd, layout.rows, eps,
         C=layout.width, TOKENS=layout.tokens, ROWS=ROWS, CHUNK=CHUNK, ADD=change is not None, KEEP=keep is not None,
         num_warps=WARPS,
@@ -226,7 +226,7 @@ def norm_backward(
     x = saved.total
     grad_x = torch.empty_like(x)
     grad_change = None if change_dtype is None else torch.empty_like(x, dtype=change_dtype)
-    programs = max(1, min(layout.programs(BACK_PROGRAMS), triton.cdiv(layout.rows, ROWS)))
+    programs = max(1, min(layout.programs(BACK_PROGRAMS), ceil_div(layout.rows, ROWS)))
     sums = torch.empty((programs, 4, layout.width), dtype=torch.float32, device=x.device)
     two = len(grads) == 2
     own, near = parts or (None, None)
