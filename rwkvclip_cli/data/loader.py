@@ -308,7 +308,7 @@ def _take(pipe: Any, packed: PackedSet, spec: LoaderSpec) -> tuple[Tensor, Tenso
             f"{packed.rec} holds a record that DALI cannot read: {_dali_reason(error)}",
             hint=f"rwkvclip inspect {packed.rec} --verify",
         ) from error
-    records = packed.ordinals(bytes(np.asarray(places.at(i))) for i in range(len(places)))
+    records = packed.ordinals(bytes(places[i]) for i in range(len(places)))
     host_labels = torch.from_numpy(np.array(labels.as_tensor()))
     _check_tokens(host_labels, records, packed, spec)
     if spec.device_id is None:

@@ -158,7 +158,10 @@ def _drop_path_uniform(run: Run, step: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(run.config.seed * 0x9E3779B1 + step)
     uniform = torch.rand(run.model_config["image_depth"], 2, run.global_batch, generator=generator)
     first = run.ranks.rank * run.config.batch_size
-    return uniform[:, :, first : first + run.config.batch_size].to(run.ranks.device, non_blocking=True)
+    own = uniform[:, :, first : first + run.config.batch_size].contiguous()
+    if run.ranks.device.type == "cuda":
+        own = own.pin_memory()  # from memory of any other kind a copy waits until the device has done what it was given
+    return own.to(run.ranks.device, non_blocking=True)
 
 
 def _warm_up_pass(run: Run) -> Callable[[], Tensor]:
