@@ -92,6 +92,16 @@ def test_a_file_in_which_no_records_are_is_refused(tmp_path: Path, record: int) 
     assert caught.value.hint == f"rwkvclip inspect {rec} --verify"
 
 
+def test_a_shards_last_record_is_looked_at_however_many_shards_there_are(tmp_path: Path) -> None:
+    rec = split_set(write_packed(tmp_path / "whole.rec", 120), 3, tmp_path / "a.rec")
+    assert open_packed(rec).count == 120
+    shard = shard_path(rec, 30)
+    at = read_index(shard.with_suffix(".idx"))[2]
+    shard.write_bytes(shard.read_bytes()[:at].ljust(shard.stat().st_size, b"\0"))
+    with pytest.raises(RwkvClipError, match=rf"a-00030\.rec: no record at byte {at:,}, where its index has record 2"):
+        open_packed(rec)
+
+
 def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     rec = write_packed(tmp_path / "a.rec", 3)
     rec.with_suffix(".idx").write_text("0\t4\n1\t700\n2\t1400\n")
