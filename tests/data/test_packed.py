@@ -63,6 +63,12 @@ def test_another_suffix_is_not_a_packed_set(tmp_path: Path) -> None:
     assert error.value.hint == f"rwkvclip pack {tmp_path} data.rec"
 
 
+@pytest.mark.parametrize("name", [".", "/", "..", "a."])
+def test_names_without_a_suffix_are_not_a_packed_set(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"not a packed \.rec file"):
+        open_packed(name)
+
+
 def test_labels_of_another_width_are_refused(tmp_path: Path) -> None:
     rec = write_packed(tmp_path / "a.rec", 3, captions=2, context_length=77)
     rec.with_suffix(".manifest.json").unlink()
