@@ -221,7 +221,7 @@ def test_a_path_that_no_file_can_have_is_wrong_usage(name: str, field: Any, path
 
 @pytest.mark.parametrize(("name", "field"), PATHS, ids=lambda value: getattr(value, "name", value))
 def test_an_empty_path_is_wrong_usage_and_not_as_if_none_were_given(name: str, field: Any) -> None:
-    with pytest.raises(UsageError, match="is empty|is missing") as caught:
+    with pytest.raises(UsageError, match=r"is empty|is missing") as caught:
         config.check_value(field, ("",) if typing.get_origin(field.type) is tuple else "")
     assert caught.value.hint.endswith(" PATH")
 
