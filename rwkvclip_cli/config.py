@@ -146,8 +146,10 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def check_path(shown: str, value: str | os.PathLike[str]) -> None:
-    """Refuse, with a UsageError, what no file can be called or nobody may look for here; it need not be there."""
+    """Refuse, with a UsageError, what no file can be called or the user may not look for; it need not be there."""
     path = os.fspath(value)
+    if not path:
+        raise UsageError(f"{shown} is empty", f"{shown} PATH")
     what = path if len(path) <= SHOWN_LETTERS else f"{path[: SHOWN_LETTERS // 2]}...{path[-SHOWN_LETTERS // 2 :]}"
     if "\0" in path:
         raise UsageError(f"{shown} {what}: a path holds no NUL")

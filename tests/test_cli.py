@@ -219,6 +219,13 @@ def test_a_path_that_no_file_can_have_is_wrong_usage(name: str, field: Any, path
     assert len(caught.value.message) < 300
 
 
+@pytest.mark.parametrize(("name", "field"), PATHS, ids=lambda value: getattr(value, "name", value))
+def test_an_empty_path_is_wrong_usage_and_not_as_if_none_were_given(name: str, field: Any) -> None:
+    with pytest.raises(UsageError, match=r"is empty|is missing") as caught:
+        config.check_value(field, ("",) if typing.get_origin(field.type) is tuple else "")
+    assert caught.value.hint.endswith(" PATH")
+
+
 def test_every_option_that_is_called_a_path_is_checked_as_one() -> None:
     words = re.compile(r"(?i)\b(folder|file|path|data|tars)\b")
     paths = {(name, field.name) for name, field in PATHS}

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rwkvclip_cli.console import RwkvClipError, UsageError, writing
+from rwkvclip_cli.console import RwkvClipError, UsageError, counted, writing
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.mixing import mixed
 from rwkvclip_cli.data.packed import PackedSet
@@ -69,7 +69,7 @@ def steps_per_epoch(packed: PackedSet, spec: LoaderSpec) -> int:
     if wanted < global_batch:
         raise UsageError(
             f"{packed.rec}: {wanted:,} records an epoch do not fill one global batch of {global_batch:,} "
-            f"({spec.world_size} ranks x {spec.batch_size})",
+            f"({counted(spec.world_size, 'rank')} x {spec.batch_size})",
             hint=f"--batch-size {fitting}" if (fitting := wanted // spec.world_size) else f"at most {wanted:,} ranks",
         )
     return wanted // global_batch

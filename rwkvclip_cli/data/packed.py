@@ -21,7 +21,8 @@ from rwkvclip_cli.data.shards import SetFiles, Shard, locate
 FIRST_WORDS = struct.Struct("<IIIfQ")  # of a record: magic, flag and length, number of label values, label, id
 SOURCE_INFO = b" at index "  # what DALI writes between the path of a .rec and a record's offset in it
 BLOCK_RECORDS = 1 << 20
-LOOKED_AT = 16  # records of a file
+# Records that are looked at, of all files together; of each of them at least the first and the last.
+LOOKED_AT, FEWEST_LOOKED_AT = 64, 2
 LABEL_WIDTH_PUBLISHED = (3, 77)  # captions and context length of a file without a manifest, as the reference's are
 
 
@@ -114,7 +115,7 @@ def open_packed(path: str | Path) -> PackedSet:
         captions, context_length = files.manifest["captions"], files.manifest["context_length"]
     for shard, start, of_shard in zip(files.shards, starts, offsets, strict=False):
         _check_first_record(shard, files, int(of_shard[0]) - start, captions, context_length)
-        _check_some_begin(shard, files, of_shard - start)
+        _check_some_begin(shard, files, of_shard, start)
     return PackedSet(
         files.name,
         tuple(shard.rec for shard in files.shards),
@@ -152,14 +153,15 @@ def _check_first_record(shard: Shard, files: SetFiles, first_offset: int, captio
         )
 
 
-def _check_some_begin(shard: Shard, files: SetFiles, offsets: Offsets) -> None:
-    """See that records begin at some of a file's offsets, the last among them."""
+def _check_some_begin(shard: Shard, files: SetFiles, offsets: Offsets, start: int) -> None:
+    """See that records begin at some of a file's offsets, the last among them; the file itself begins at `start`."""
     with shard.rec.open("rb", buffering=0) as file:
-        for ordinal in spread_over(len(offsets), LOOKED_AT):
-            file.seek(int(offsets[ordinal]))
+        for ordinal in spread_over(len(offsets), max(LOOKED_AT // len(files.shards), FEWEST_LOOKED_AT)):
+            offset = int(offsets[ordinal]) - start
+            file.seek(offset)
             if file.read(len(MAGIC_BYTES)) != MAGIC_BYTES:
                 raise RwkvClipError(
-                    f"{shard.rec}: no record at byte {offsets[ordinal]:,}, where its index has record {ordinal:,}",
+                    f"{shard.rec}: no record at byte {offset:,}, where its index has record {ordinal:,}",
                     hint=f"rwkvclip inspect {files.name} --verify",
                 )
 

@@ -136,8 +136,9 @@ def locate(name: str | Path) -> SetFiles:
             raise UsageError(f"{path}: no such file", hint=f"ls {path.parent}")
         return _named(path.with_name(path.name.removesuffix(MANIFEST_SUFFIX) + ".rec"))
     if path.suffix != ".rec":
-        near = next((rec for rec in (path.with_suffix(".rec"), Path(f"{path}.rec")) if os.path.lexists(rec)), None)
-        raise UsageError(f"{path}: not a packed .rec file", hint=str(near or f"rwkvclip pack {path} data.rec"))
+        likely = (f"{os.path.splitext(path)[0]}.rec", f"{path}.rec")
+        near = next((rec for rec in likely if os.path.lexists(rec)), None)
+        raise UsageError(f"{path}: not a packed .rec file", hint=near or f"rwkvclip pack {path} data.rec")
     return _named(path)
 
 

@@ -36,6 +36,7 @@ WHY_NOT = {
     "re-encoded:refused-by-dali": "DALI refuses it",
     "re-encoded:other-pixels-in-dali": "DALI shows other pixels than a careful reader",
     "re-encoded:rare-jpeg": "a JPEG of a rare kind, which decoders on CPUs and GPUs read differently",
+    "re-encoded:rgb-jpeg": "a JPEG that stores red, green and blue, which GPUs decode to other colours",
     "re-encoded:bad-structure": "its markers are out of order",
 }
 

@@ -40,8 +40,8 @@ class Recount:
         self._are_captions_plain = True
 
     def add(self, checked: Checked) -> None:
-        """Count a record."""
-        if checked.record is None:
+        """Count a record that nothing is wrong with; its labels are as many as the manifest says."""
+        if checked.record is None or checked.faults:
             return
         self._count += 1
         labels, step = array("f", checked.record.labels), self._beside.context_length

@@ -26,7 +26,8 @@ def ceil_div(count: int, size: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: Any) -> None:
     """Run `kernel[grid](*arguments, **options)`, for a kernel whose `options` hold all its constants, by name.
 
-    Kernels are compiled for numbers by their value here, so numbers should not vary from launch to launch.
+    A compiled form is found by the numbers' values, so numbers should not vary from launch to launch, nor an argument
+    be 1 at one and 1.0 at another. All tensors lie on the current device, on which Triton launches.
     """
     if triton.knobs.runtime.interpret:
         kernel[grid](*arguments, **options)

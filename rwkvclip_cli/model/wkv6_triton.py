@@ -236,13 +236,13 @@ class _Tiles:
 
 
 @functools.cache
-def _tiles(tokens: int) -> list[_Tiles]:
+def _tiles(tokens: int) -> tuple[_Tiles, ...]:
     """Whole tiles, and a last one of no more rows than it needs."""
     whole, rest = divmod(tokens, TILE.value)
     rows = max(CHUNK.value, triton.next_power_of_2(rest))
     if rest and rows == TILE.value:
         whole, rest = whole + 1, 0
-    return [tiles for tiles in (_Tiles(0, whole, TILE.value), _Tiles(whole, min(rest, 1), rows)) if tiles.count]
+    return tuple(tiles for tiles in (_Tiles(0, whole, TILE.value), _Tiles(whole, min(rest, 1), rows)) if tiles.count)
 
 
 @functools.cache

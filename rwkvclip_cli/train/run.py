@@ -190,7 +190,8 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
     scaler = torch.amp.GradScaler(ranks.device.type) if config.precision == "fp16" else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.say(
-        f"{parameters:,} parameters, {ranks.world_size} ranks x {config.batch_size} pairs over {dist.get_backend()}, "
+        f"{parameters:,} parameters, {console.counted(ranks.world_size, 'rank')} x "
+        f"{console.counted(config.batch_size, 'pair')} over {dist.get_backend()}, "
         f"{config.precision} on {device_name(ranks.device)}; {converted} BatchNorm layers synchronized"
     )
     return Run(config, ranks, packed, spec, wrapped, optimizer, scaler, model_config, kernels)

@@ -63,6 +63,12 @@ def test_another_suffix_is_not_a_packed_set(tmp_path: Path) -> None:
     assert error.value.hint == f"rwkvclip pack {tmp_path} data.rec"
 
 
+@pytest.mark.parametrize("name", [".", "/", "..", "a."])
+def test_names_without_a_suffix_are_not_a_packed_set(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"not a packed \.rec file"):
+        open_packed(name)
+
+
 def test_labels_of_another_width_are_refused(tmp_path: Path) -> None:
     rec = write_packed(tmp_path / "a.rec", 3, captions=2, context_length=77)
     rec.with_suffix(".manifest.json").unlink()
@@ -90,6 +96,16 @@ def test_a_file_in_which_no_records_are_is_refused(tmp_path: Path, record: int) 
     with pytest.raises(RwkvClipError, match=f"no record at byte {at:,}, where its index has record {record}") as caught:
         open_packed(rec)
     assert caught.value.hint == f"rwkvclip inspect {rec} --verify"
+
+
+def test_a_shards_last_record_is_looked_at_however_many_shards_there_are(tmp_path: Path) -> None:
+    rec = split_set(write_packed(tmp_path / "whole.rec", 120), 3, tmp_path / "a.rec")
+    assert open_packed(rec).count == 120
+    shard = shard_path(rec, 30)
+    at = read_index(shard.with_suffix(".idx"))[2]
+    shard.write_bytes(shard.read_bytes()[:at].ljust(shard.stat().st_size, b"\0"))
+    with pytest.raises(RwkvClipError, match=rf"a-00030\.rec: no record at byte {at:,}, where its index has record 2"):
+        open_packed(rec)
 
 
 def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:

@@ -343,13 +343,16 @@ def test_images_that_would_not_train_are_named(packed, tmp_path, prove) -> None:
         record = unpack_record(reader[0])
     rec = tmp_path / "a.rec"
     png = (Path(__file__).parent.parent / "data/packing/weird_images/paletted-transparent.png").read_bytes()
-    images = (record.image, record.image[:-40], b"", png, b"\xff\xd8\xff\xd9")
+    # Adobe's mark of red, green and blue.
+    rgb = b"\xff\xd8\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00" + record.image[2:]
+    images = (record.image, record.image[:-40], b"", png, b"\xff\xd8\xff\xd9", rgb)
     with RecordWriter(rec) as writer:
         for number, image in enumerate(images):
             writer.write(pack_record(Record(record.labels, image, number)))
     log = verified(rec, prove).log
-    assert [(fault.kind, fault.record) for fault in log.first] == [("image", number) for number in range(1, 5)]
+    assert [(fault.kind, fault.record) for fault in log.first] == [("image", number) for number in range(1, 6)]
     assert "another kind than JPEG" in log.first[2].message
+    assert "a JPEG that stores red, green and blue" in log.first[4].message
 
 
 def plan_of(rec: Path, **options: object) -> dict:

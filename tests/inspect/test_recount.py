@@ -97,6 +97,13 @@ def test_any_other_edit_is_told_by_the_manifests_own_hash(varied, tmp_path, chan
     assert fault.startswith("manifest: pairs.manifest.json was changed: SHA-256 ")
 
 
+@pytest.mark.parametrize("name", ["captions", "context_length"])
+def test_a_manifest_of_more_labels_than_any_record_has_is_told_without_counting_to_them(varied, tmp_path, name) -> None:
+    rec = copy_set(varied, tmp_path)
+    edit(rec, lambda manifest: manifest.update({name: 10**12}), is_forged=True)
+    assert {fault.kind for fault in verified(rec, None).log.first} == {"label-width"}
+
+
 def test_what_a_manifest_looks_like_does_not_matter(varied, tmp_path) -> None:
     rec = copy_set(varied, tmp_path)
     edit(rec, lambda manifest: manifest.update(count=manifest.pop("count")))

@@ -1,7 +1,7 @@
 """Files of a pack that only grow, and what shows later on that such a file is still what was written.
 
 >>> with open(path, "ab") as file: ...
->>> extent = FollowingHash(path).extent()
+>>> extent = FollowingHash(path).update()
 >>> check_extent(path, extent)
 """
 
@@ -44,12 +44,20 @@ class FollowingHash:
         self._thread: threading.Thread | None = None
 
     def follow(self) -> None:
-        """Read on to the present end beside the caller, who may append meanwhile; every other method waits for it."""
+        """Read on to the present end beside the caller, who may append meanwhile; every other method waits for it.
+
+        Where the system starts no thread for that, the caller waits.
+        """
         self._wait()
         # Up to what is whole by now: of what is being written nobody knows how far it can be read.
         behind = os.stat(self._path).st_size - self._size_bytes
-        self._thread = threading.Thread(target=self._follow, args=(behind,), name="rwkvclip-hash")
-        self._thread.start()
+        thread = threading.Thread(target=self._follow, args=(behind,), name="rwkvclip-hash")
+        try:
+            thread.start()
+        except RuntimeError:
+            self._follow(behind)
+        else:
+            self._thread = thread
 
     def _follow(self, limit: int) -> None:
         with contextlib.suppress(OSError):  # which the next update meets as well

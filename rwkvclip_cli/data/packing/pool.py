@@ -72,7 +72,7 @@ class Pool:
     _failed_starts: int = 0
 
     def run(self, items: Iterable[Item]) -> Iterator[Outcome]:
-        """Yield what becomes of each item, in the items' order.
+        """Yield what becomes of each item, in the items' order; once, for the processes end with the items.
 
         A worker that dies (a decoder's fault, no memory left) is replaced and its samples are tried one at a time;
         one at which a worker dies again is a reject. So is one at which rwkvclip itself fails; its traceback is shown.

@@ -24,13 +24,15 @@ def make_room_for_files(count: int, workers: int) -> None:
     needed = (len(list(FOLDER.iterdir())) if FOLDER.is_dir() else USUALLY_OPEN) + count + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
+    limit = hard
     if hard == resource.RLIM_INFINITY or hard >= needed:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
             return
-    fitting = max(1, (soft - needed + count) * workers // count)
+        limit = soft
+    fitting = max(1, (limit - needed + count) * workers // count)
     raise UnableError(
-        f"{workers:,} workers need {needed:,} open files, and the limit (ulimit -n) is {soft:,}",
+        f"{workers:,} workers need {needed:,} open files, and the limit (ulimit -n) is {limit:,}",
         f"--workers {fitting}, or first: ulimit -n {needed}",
     )
 

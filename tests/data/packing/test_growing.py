@@ -86,6 +86,20 @@ def test_what_fails_beside_the_caller_is_raised_by_the_next_update(
     assert failures == []
 
 
+def test_a_hash_follows_without_a_thread_where_none_can_be_had(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"abc")
+    following = FollowingHash(path)
+    usual = threading.stack_size(1 << 46)  # more than there is: no thread starts
+    try:
+        following.follow()
+    finally:
+        threading.stack_size(usual)
+    path.write_bytes(b"xyz")
+    assert following.update() == Extent(3, hashlib.sha256(b"abc").hexdigest())
+    following.close()
+
+
 def test_a_hash_over_several_files_is_that_of_all_bytes_in_turn(tmp_path: Path) -> None:
     total = hashlib.sha256()
     for name in ("a", "b"):

@@ -39,9 +39,11 @@ def packed_under(
     limits: tuple[int, int],
     before: list[str] | None = None,
     proof: str = "none",
+    workers: int = 64,
 ) -> tuple[int, str]:
-    """(exit code, stderr) of a pack by 64 workers with a resource limit; `before` is what runs the command."""
-    command = [sys.executable, "-m", "rwkvclip_cli", "pack", "imgs", "o.rec", "--workers", "64", "--proof", proof]
+    """(exit code, stderr) of a pack by many workers with a resource limit; `before` is what runs the command."""
+    pack = [sys.executable, "-m", "rwkvclip_cli", "pack", "imgs", "o.rec", "--proof", proof]
+    command = [*pack, "--workers", str(workers)]
     done = subprocess.run(
         [*(before or []), *command],
         cwd=folder,
@@ -66,6 +68,19 @@ def test_open_files_that_the_user_may_not_have_are_told(folder: Path) -> None:
 
 def test_a_limit_of_open_files_that_may_be_raised_is_raised(folder: Path) -> None:
     code, said = packed_under(folder, resource.RLIMIT_NOFILE, (64, 4096))
+    assert code == 0, said
+    for path in folder.glob("o.*"):
+        path.unlink()
+
+
+def test_the_workers_that_the_error_suggests_fit_under_a_limit_that_may_not_be_raised_enough(folder: Path) -> None:
+    code, said = packed_under(folder, resource.RLIMIT_NOFILE, (50, 140))
+    message, hint = said.splitlines()
+    assert code == 3
+    assert message.endswith(" open files, and the limit (ulimit -n) is 140")
+    workers = int(hint.removeprefix("  try: --workers ").partition(",")[0])
+    assert workers > 10
+    code, said = packed_under(folder, resource.RLIMIT_NOFILE, (50, 140), workers=workers)
     assert code == 0, said
     for path in folder.glob("o.*"):
         path.unlink()
