@@ -13,7 +13,6 @@ import math
 import os
 import reprlib
 import shlex
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -21,7 +20,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import TOO_DEEP, UsageError, check_levels
+from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.documents import parse_toml
 from rwkvclip_cli.limits import MAX_PIXELS
 
 CONFIG_FILE = "rwkvclip.toml"
@@ -474,16 +474,6 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
             raise UsageError(f"{path}: [{section}] must be a table of options; got {reprlib.repr(values)}")
         settings[section] = _read_section(path, section, values)
     return settings
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says. Raises ValueError for what is none, and for what is nested too deeply."""
-    try:
-        document = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    check_levels(document)
-    return document
 
 
 def _read_section(path: Path, section: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,6 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped early on request, everyt
 EXIT_SIGNAL = 128  # plus the signal's number, as shells report it
 
 PLAIN_LINE_EVERY_S = 10.0
-MAX_LEVELS = 100  # of lists and tables in each other; Python itself gives up at a thousand calls, wherever that may be
-TOO_DEEP = f"nested more than {MAX_LEVELS} levels deep"
 # Control characters but the tab, what ends a line or turns the direction of writing, and bytes that are no UTF-8.
 UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -101,36 +99,6 @@ def _has_no_inodes(folder: Path) -> bool:
     except OSError:
         return False
     return left.f_bavail > 0 and left.f_files > 0 and left.f_favail == 0
-
-
-def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says. Raises ValueError for what is none, and for what is nested too deeply."""
-    try:
-        document = json.loads(text)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    # Counting opening brackets takes next to no time, and few texts have as many.
-    brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(map(text.count, brackets)) > MAX_LEVELS:  # type: ignore[arg-type]
-        check_levels(document)
-    return document
-
-
-def check_levels(document: Any) -> None:
-    """Raise ValueError for lists and tables that lie more than MAX_LEVELS deep in each other."""
-    level = [document]
-    for _ in range(MAX_LEVELS):
-        level = [each for thing in level for each in _inside(thing)]
-        if not level:
-            return
-    if any(isinstance(each, dict | list) for each in level):
-        raise ValueError(TOO_DEEP)
-
-
-def _inside(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, dict):
-        return thing.values()
-    return thing if isinstance(thing, list) else ()
 
 
 def is_speaker() -> bool:

@@ -8,9 +8,10 @@ import pytest
 from helpers import free_port, run_cli, write_packed
 from pack_files import folder_of
 
-from rwkvclip_cli.config import InspectConfig, parse_toml, read_config
-from rwkvclip_cli.console import MAX_LEVELS, TOO_DEEP, RwkvClipError, UsageError, parse_json
+from rwkvclip_cli.config import InspectConfig, read_config
+from rwkvclip_cli.console import RwkvClipError, UsageError
 from rwkvclip_cli.data.packing.samples import BadCaptions, Sample, Sidecar, find_captions
+from rwkvclip_cli.documents import MAX_LEVELS, TOO_DEEP, parse_json, parse_toml
 from rwkvclip_cli.inspect import inspect_data
 from rwkvclip_cli.launch.network import parse_endpoint
 from rwkvclip_cli.launch.peers import peers_at

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import MAX_NAME_BYTES
-from rwkvclip_cli.console import RwkvClipError, UsageError, parse_json
+from rwkvclip_cli.console import RwkvClipError, UsageError
+from rwkvclip_cli.documents import parse_json
 
 FORMAT_VERSION = 1
 # The files of a set by part, the .rec last.

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.data.packing.tally import Spread
 from rwkvclip_cli.data.packing.worker import token_counts
 from rwkvclip_cli.data.shards import beside as path_beside
+from rwkvclip_cli.documents import parse_json
 from rwkvclip_cli.inspect.check import Checked
 from rwkvclip_cli.inspect.faults import Fault
 from rwkvclip_cli.inspect.files import Beside

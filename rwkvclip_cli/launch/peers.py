@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rwkvclip_cli.console import parse_json
+from rwkvclip_cli.documents import parse_json
 from rwkvclip_cli.launch.network import Endpoint
 
 GREET_EVERY_S = 1.0

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.config import parse_toml
-from rwkvclip_cli.console import UsageError, parse_json
+from rwkvclip_cli.console import UsageError
+from rwkvclip_cli.documents import parse_json, parse_toml
 
 FLOAT_MODES = ("bf16", "fp16", "fp32", "tf32")
 # The text tower's channel mix is 3.5 times as wide as the stream, rounded down to whole groups of 32.

@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rwkvclip_cli.console import RwkvClipError, UsageError, parse_json, write_hint
+from rwkvclip_cli.console import RwkvClipError, UsageError, write_hint
+from rwkvclip_cli.documents import parse_json
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rwkvclip_cli.console import parse_json, writing
+from rwkvclip_cli.console import writing
+from rwkvclip_cli.documents import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 # Dense bf16 matrix rate of one GPU, FLOP/s, from the makers' data sheets; the first name that the device's contains.

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.data.packing.growing import Extent
 from rwkvclip_cli.data.packing.reading import Position
 from rwkvclip_cli.data.packing.record_files import PairExtent
 from rwkvclip_cli.data.packing.switch import sync_folder, write_synced
+from rwkvclip_cli.documents import parse_json
 
 JOURNAL = "journal.json"
 READING, SHUFFLING, WRITTEN = "reading", "shuffling", "written"

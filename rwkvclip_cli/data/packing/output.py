@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rwkvclip_cli.config import check_path
-from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted, parse_json
+from rwkvclip_cli.console import RwkvClipError, UsageError, cannot_write, counted
 from rwkvclip_cli.data.packing.growing import Extent, GrowingFile, cannot_continue, check_extent
 from rwkvclip_cli.data.packing.journal import JOURNAL, SHUFFLING, Journal, forget_journal, read_journal, write_journal
 from rwkvclip_cli.data.packing.switch import Switch, sync_folder, write_synced
 from rwkvclip_cli.data.shards import OWN_HASH, SUFFIXES, beside, manifest_hash, set_of_shard, shard_names
+from rwkvclip_cli.documents import parse_json
 
 TEXTS = ("rejects", "sources")
 

@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkvclip_cli.config import PackConfig, retype
-from rwkvclip_cli.console import (
-    EXIT_SIGNAL,
-    RwkvClipError,
-    UnableError,
-    UsageError,
-    counted,
-    parse_json,
-    progress,
-    say,
-    warn,
-)
+from rwkvclip_cli.console import EXIT_SIGNAL, RwkvClipError, UnableError, UsageError, counted, progress, say, warn
 from rwkvclip_cli.cores import usable_cores
 from rwkvclip_cli.data.captions import Tokenizer
 from rwkvclip_cli.data.packing.estimate import estimate_inputs
@@ -47,6 +37,7 @@ from rwkvclip_cli.data.packing.tally import Tally
 from rwkvclip_cli.data.packing.tokens import check_rows, join_tokens, open_tokens
 from rwkvclip_cli.data.packing.worker import WorkerOptions
 from rwkvclip_cli.data.shards import FORMAT_VERSION
+from rwkvclip_cli.documents import parse_json
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 20  # of the time at most a twentieth goes into checkpoints, whatever the disk takes for one

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rwkvclip_cli.console import parse_json
 from rwkvclip_cli.data.captions import CONTEXT_LENGTH, decode_caption_bytes
+from rwkvclip_cli.documents import parse_json
 
 REASONS = {
     "missing-image": "a caption without an image: no such file, or none named",

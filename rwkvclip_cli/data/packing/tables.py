@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rwkvclip_cli.console import UsageError, parse_json
+from rwkvclip_cli.console import UsageError
 from rwkvclip_cli.data.captions import START_ID
 from rwkvclip_cli.data.packing.samples import (
     DEFAULT_CAPTION_KEYS,
@@ -27,6 +27,7 @@ from rwkvclip_cli.data.packing.samples import (
     texts_or_tokens,
     usual_names,
 )
+from rwkvclip_cli.documents import parse_json
 
 MAX_CELL_CHARACTERS = 2**27
 SHOWN_CHARACTERS = 200

@@ -631,7 +631,7 @@ def test_no_damage_to_what_is_continued_comes_under_the_final_names(tmp_path, mo
     source = folder_of(tmp_path / "imgs", COUNT)
     monkeypatch.setattr(packing, "CHECKPOINT_EVERY_S", 0)
     monkeypatch.setattr(packing, "CHECKPOINT_SHARE", 0)
-    config = PackConfig(sources=(str(source),), out="", workers=1, proof="none", resume=True)
+    config = PackConfig(sources=(str(source),), out="to be named", workers=1, proof="none", resume=True)
     config = dataclasses.replace(config, **options)
 
     class StopError(Exception):
