@@ -35,6 +35,10 @@ COMPILE_HELP = (
     "Run each block as fused kernels, which Triton compiles at first use and keeps on disk; without, as plain PyTorch "
     "operations (default: on GPUs, which alone can)."
 )
+CUDA_GRAPH_HELP = (
+    "Record a step's forward and backward pass as a CUDA graph, both towers side by side, and have each step replay it "
+    "(default: with --compile on one GPU, which alone can)."
+)
 CHECKPOINTING_HELP = "Recompute each block in the backward pass: less memory, more time, the same gradients."
 
 
@@ -271,6 +275,7 @@ class TrainConfig(Options):
         None, "Loader threads a rank (default: this rank's share of the cores).", minimum=1, maximum=1024
     )
     compile: bool | None = option(None, COMPILE_HELP)
+    cuda_graph: bool | None = option(None, CUDA_GRAPH_HELP)
     grad_checkpointing: bool = option(False, CHECKPOINTING_HELP)
     log_every: int = option(10, "Steps between log lines; the loss is read from the device only then.", minimum=1)
     max_skipped: int = option(
@@ -376,6 +381,7 @@ class BenchConfig(Options):
     steps: int = option(20, "Timed repetitions of everything; the medians are printed.", minimum=1)
     workers: int | None = option(None, "Loader threads (default: the cores).", minimum=1, maximum=1024)
     compile: bool | None = option(None, COMPILE_HELP)
+    cuda_graph: bool | None = option(None, CUDA_GRAPH_HELP)
     grad_checkpointing: bool = option(False, CHECKPOINTING_HELP)
     json: bool = option(False, "Print one JSON document.")
 

@@ -25,6 +25,7 @@ from rwkvclip_cli.train import optim
 from rwkvclip_cli.train.losses import LOSSES, suggested_chunk
 from rwkvclip_cli.train.metrics import flops_per_pair, peak_flops, peak_memory_gib
 from rwkvclip_cli.train.precision import AUTOCAST, autocast
+from rwkvclip_cli.train.recorded import RecordedPass
 
 LEARNING_RATE = 1e-4
 DECAYS = (-6.0, -1.0)  # raw w, as the models start with
@@ -41,6 +42,7 @@ class Setup:
     text_tokens: int
     precision: str
     kernels: bool
+    recorded: bool
     checkpointing: bool
     device: torch.device
     steps: int
@@ -153,13 +155,29 @@ def _training_step(setup: Setup, model: RwkvClip) -> Callable[[], None]:
     chunk = suggested_chunk(setup.batch_size, setup.batch_size)
     logit_scale: nn.Parameter = model.logit_scale
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def forward_backward(images: Tensor, tokens: Tensor, draws: Tensor) -> Tensor:
         with autocast(setup.precision, setup.device):
             image, text, scale = model(images, tokens, drop_path_uniform=draws)
         loss = LOSSES["clip"](image, text, scale, chunk_size=chunk, kernels=setup.kernels)
         (scaler.scale(loss) if scaler else loss).backward()
+        return loss.detach()
+
+    recorded: RecordedPass | None = None
+    if setup.recorded:
+        model.use_text_stream(torch.cuda.Stream(setup.device))
+
+    def step() -> None:
+        nonlocal recorded
+        if recorded is None:
+            optimizer.zero_grad(set_to_none=True)
+            forward_backward(images, tokens, draws)
+        else:
+            recorded(images, tokens, draws)
         optim.guarded_step(optimizer, scaler, 1.0, logit_scale)
+        if setup.recorded and recorded is None:
+            # The first step compiled whatever there is to compile.
+            optimizer.zero_grad(set_to_none=True)
+            recorded = RecordedPass(forward_backward, images.clone(), tokens.clone(), draws.clone())
 
     return step
 

@@ -32,7 +32,7 @@ from rwkvclip_cli.data.packing.pack import pack
 from rwkvclip_cli.data.recordio import Record, RecordReader, RecordWriter, pack_record
 from rwkvclip_cli.demo.scenes import write_scenes
 from rwkvclip_cli.model import preset, read_model_config
-from rwkvclip_cli.train.compilation import compiles
+from rwkvclip_cli.train.compilation import compiles, records
 from rwkvclip_cli.train.distributed import read_ranks
 from rwkvclip_cli.train.precision import set_matmul_precision
 from rwkvclip_cli.train.run import check_fit, device_name
@@ -58,6 +58,7 @@ def bench(options: BenchConfig) -> Report:
         text_tokens=given.context_length if given else model_config["ctx_len"],
         precision=options.precision or ("bf16" if device.type == "cuda" else "fp32"),
         kernels=kernels,
+        recorded=records(options.cuda_graph, kernels, world_size=1),
         checkpointing=options.grad_checkpointing or model_config["with_cp"],
         device=device,
         steps=options.steps,

@@ -153,6 +153,7 @@ class RwkvClip(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / FIRST_TEMPERATURE)))
         self.text_model = TextTower(arguments)
         self.image_model = ImageTower(arguments)
+        self._text_stream: torch.cuda.Stream | None = None
 
     def forward(
         self, images: Tensor, tokens: Tensor, *, drop_path_uniform: Tensor | None = None
@@ -164,7 +165,20 @@ class RwkvClip(nn.Module):
         1 channel mix) where its value is at least the layer's rate, rescaled by 1 / (1 - rate). Without it the draws
         come from torch's generator, and none are made where no layer drops.
         """
-        return self.encode_image(images, drop_path_uniform), self.encode_text(tokens), self.logit_scale.exp()
+        if self._text_stream is None:
+            return self.encode_image(images, drop_path_uniform), self.encode_text(tokens), self.logit_scale.exp()
+        # Each tower leaves parts of a GPU idle that the other can use. Backward each runs where it ran forward.
+        now = torch.cuda.current_stream(images.device)
+        self._text_stream.wait_stream(now)
+        with torch.cuda.stream(self._text_stream):
+            text = self.encode_text(tokens)
+        image = self.encode_image(images, drop_path_uniform)
+        now.wait_stream(self._text_stream)
+        return image, text, self.logit_scale.exp()
+
+    def use_text_stream(self, stream: "torch.cuda.Stream | None") -> None:
+        """Run the text tower on a CUDA stream of its own, beside the image tower; None for one after the other."""
+        self._text_stream = stream
 
     def use_kernels(self, on: bool) -> None:
         """Whether blocks on a GPU may run as kernels that Triton compiles, or as plain PyTorch operations alone."""
@@ -199,6 +213,8 @@ def _run(tower: ImageTower | TextTower, block: nn.Module, x: Tensor, shift: Shif
                 return fused_block(own, x, shift, dtype, draws)
 
     if tower.checkpoint_blocks and tower.training:
-        result: Tensor = checkpoint(run, x, shift, draws, use_reentrant=False)
+        # The state of random numbers, which a CUDA graph cannot read, matters to dropout alone.
+        random = bool(getattr(block, "dropout", True))
+        result: Tensor = checkpoint(run, x, shift, draws, use_reentrant=False, preserve_rng_state=random)
         return result
     return run(x, shift, draws)

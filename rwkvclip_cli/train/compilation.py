@@ -1,4 +1,4 @@
-"""The GPU kernels of a run: whether Triton may compile them, how many it did, and a word where one comes late.
+"""The GPU kernels of a run: whether Triton may compile them and a step be recorded, and a word where one comes late.
 
 >>> with counting(device, time.monotonic()) as kernels:
 ...     warm_up(wrapped, forward_backward)
@@ -28,6 +28,20 @@ def compiles(asked: bool | None, device: torch.device) -> bool:
         missing = "the Python package triton, which compiles them, is not installed"
     if asked and missing:
         raise UnableError(f"--compile: the fused kernels need an NVIDIA GPU and Triton; {missing}", hint="--no-compile")
+    return asked is not False and not missing
+
+
+def records(asked: bool | None, kernels: bool, world_size: int) -> bool:
+    """Whether a step's passes are recorded as a CUDA graph: as `--cuda-graph` asks, else wherever they can.
+
+    Raises UnableError where it is asked for and cannot be: without compiled kernels, or with several ranks, whose
+    gradients DistributedDataParallel sums while the host launches the rest.
+    """
+    missing = "" if kernels else "this run has no compiled kernels, which it records"
+    if not missing and world_size > 1:
+        missing = f"this run has {world_size} ranks, and it records steps of a single one"
+    if asked and missing:
+        raise UnableError(f"--cuda-graph: {missing}", hint="--no-cuda-graph")
     return asked is not False and not missing
 
 

@@ -154,7 +154,7 @@ def wrap(model: nn.Module, ranks: Ranks) -> tuple[DistributedDataParallel, int]:
     return wrapped, converted
 
 
-def warm_up(wrapped: DistributedDataParallel, forward_backward: Callable[[], Tensor]) -> None:
+def warm_up(wrapped: nn.Module, forward_backward: Callable[[], Tensor]) -> None:
     """Run two synchronized forward and backward passes, then drop their gradients and undo their use of randomness.
 
     static_graph records the graph in its first pass and lays the gradient buckets anew after it, so the sums of the

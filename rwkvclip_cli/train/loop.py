@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rwkvclip_cli import console
 from rwkvclip_cli.config import TrainConfig
@@ -24,7 +24,11 @@ from rwkvclip_cli.train.distributed import StopVote, process_group, warm_up
 from rwkvclip_cli.train.losses import LOSSES, suggested_chunk
 from rwkvclip_cli.train.metrics import Metrics, Stopwatch, flops_per_pair, peak_flops, peak_memory_gib
 from rwkvclip_cli.train.precision import autocast
+from rwkvclip_cli.train.recorded import RecordedPass
 from rwkvclip_cli.train.run import Position, Run, TrainResult, agree_on_checkpoint, check_form, restore, save, start
+
+Pass = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""From images, tokens and draws of stochastic depth to the loss; it leaves gradients in the parameters."""
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -54,12 +58,14 @@ def train(config: TrainConfig) -> TrainResult:
         if found:
             console.say(f"resuming from {found}, behind step {position.step:,} of {run.total_steps:,}")
         with counting(ranks.device, began_s) as kernels:
-            warm_up(run.wrapped, _warm_up_pass(run))
+            forward_backward = _forward_backward(run)
             kernels.all_are_there()
-            return _loop(run, position, loader_state, kernels)
+            return _loop(run, position, loader_state, kernels, forward_backward)
 
 
-def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: CompiledKernels) -> TrainResult:
+def _loop(
+    run: Run, position: Position, loader_state: bytes | None, kernels: CompiledKernels, forward_backward: Pass
+) -> TrainResult:
     config = run.config
     metrics = Metrics(run.output, first_step=position.step + 1) if run.ranks.is_first else None
     stopwatch = Stopwatch(position.seconds)
@@ -74,7 +80,7 @@ def _loop(run: Run, position: Position, loader_state: bytes | None, kernels: Com
         console.progress(run.total_steps, "training", "steps", done=position.step) as bar,
     ):
         for loader, batch in _batches(run, position, loader_state, stopwatch):
-            loss, grad_norm, skipped = _step(run, batch, position.step)
+            loss, grad_norm, skipped = _step(run, forward_backward, batch, position.step)
             skipped_total += skipped
             skipped_in_a_row = (skipped_in_a_row + 1) * skipped
             if kernels.started_in_s is None:
@@ -130,15 +136,33 @@ def _batches(
                     yield loader, batch
 
 
-def _step(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def _step(run: Run, forward_backward: Pass, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """One update. Returns this rank's loss, the gradient norm and whether the update was skipped, all (), on device."""
     optim.set_learning_rate(run.optimizer, run.learning_rate(step))
-    run.optimizer.zero_grad(set_to_none=True)
-    loss = _loss(run, batch.images, batch.tokens, _drop_path_uniform(run, step))
-    (run.scaler.scale(loss) if run.scaler else loss).backward()
-    logit_scale: nn.Parameter = run.model.logit_scale  # type: ignore[assignment]
-    grad_norm, skipped = optim.guarded_step(run.optimizer, run.scaler, run.config.grad_clip, logit_scale)
-    return loss.detach(), grad_norm, skipped
+    loss = forward_backward(batch.images, batch.tokens, _drop_path_uniform(run, step))
+    grad_norm, skipped = optim.guarded_step(run.optimizer, run.scaler, run.config.grad_clip, run.model.logit_scale)
+    return loss, grad_norm, skipped
+
+
+def _forward_backward(run: Run) -> Pass:
+    """What leaves the gradients of a batch in the parameters and returns its loss, warmed up."""
+
+    def passes(images: Tensor, tokens: Tensor, drop_path_uniform: Tensor | None) -> Tensor:
+        loss = _loss(run, images, tokens, drop_path_uniform)
+        (run.scaler.scale(loss) if run.scaler else loss).backward()
+        return loss.detach()
+
+    def passes_anew(images: Tensor, tokens: Tensor, drop_path_uniform: Tensor | None) -> Tensor:
+        run.optimizer.zero_grad(set_to_none=True)
+        return passes(images, tokens, drop_path_uniform)
+
+    warm_up(run.wrapped, lambda: _loss(run, *_made_up_batch(run)))
+    if not run.recorded:
+        return passes_anew
+    if run.scaler:
+        # Makes the scale, which lies on the device and which the recording only reads.
+        run.scaler.scale(torch.zeros((), device=run.ranks.device))
+    return RecordedPass(passes, *_made_up_batch(run))
 
 
 def _loss(run: Run, images: Tensor, tokens: Tensor, drop_path_uniform: Tensor | None) -> Tensor:
@@ -164,14 +188,14 @@ def _drop_path_uniform(run: Run, step: int) -> Tensor | None:
     return own.to(run.ranks.device, non_blocking=True)
 
 
-def _warm_up_pass(run: Run) -> Callable[[], Tensor]:
-    """A forward pass on made-up pairs of the run's own sizes."""
+def _made_up_batch(run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Images, tokens and draws of the run's own sizes."""
     generator = torch.Generator().manual_seed(0)
     size, pairs = run.spec.image_size, run.config.batch_size
     images = torch.randn(pairs, 3, size, size, generator=generator)
     tokens = torch.randint(run.model_config["vocab_size"], (pairs, run.packed.context_length), generator=generator)
     device = run.ranks.device
-    return lambda: _loss(run, images.to(device), tokens.to(device), _drop_path_uniform(run, 0))
+    return images.to(device), tokens.to(device), _drop_path_uniform(run, 0)
 
 
 def _save_is_due(config: TrainConfig, position: Position) -> bool:
@@ -196,7 +220,7 @@ def _read_metrics(
     mean_loss = loss.clone()
     dist.all_reduce(mean_loss)
     mean_loss /= run.ranks.world_size
-    logit_scale: Tensor = run.model.logit_scale.detach().exp()  # type: ignore[operator]
+    logit_scale: Tensor = run.model.logit_scale.detach().exp()
     numbers = torch.stack([mean_loss.float(), grad_norm.float(), logit_scale.float(), skipped]).tolist()
     steps_per_s, waiting = stopwatch.lap()
     images_per_s = steps_per_s * run.global_batch

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rwkvclip_cli import __version__, console
 from rwkvclip_cli.config import TrainConfig
 from rwkvclip_cli.console import RwkvClipError, UsageError, write_hint
 from rwkvclip_cli.data.loader import SHUFFLE_BUFFER, LoaderSpec, loader_threads, steps_per_epoch
 from rwkvclip_cli.data.packed import PackedSet, open_packed
-from rwkvclip_cli.model import build_model, load_reference_state, preset, read_model_config
+from rwkvclip_cli.model import RwkvClip, build_model, load_reference_state, preset, read_model_config
 from rwkvclip_cli.train import checkpoint, optim
 from rwkvclip_cli.train.checkpoint import Checkpoint
-from rwkvclip_cli.train.compilation import compiles
-from rwkvclip_cli.train.distributed import Ranks, wrap
+from rwkvclip_cli.train.compilation import compiles, records
+from rwkvclip_cli.train.distributed import Ranks, synchronize_batch_norms, wrap
 from rwkvclip_cli.train.metrics import METRICS_FILE
 from rwkvclip_cli.train.precision import set_matmul_precision
 
@@ -66,12 +65,16 @@ class Run:
     ranks: Ranks
     packed: PackedSet
     spec: LoaderSpec
-    wrapped: DistributedDataParallel
+    model: RwkvClip
+    wrapped: nn.Module
+    """The model under DistributedDataParallel, or itself where the step of a single rank is recorded."""
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler | None
     model_config: dict[str, Any]
     kernels: bool
     """Whether Triton's kernels may run."""
+    recorded: bool
+    """Whether a step's passes are recorded as a CUDA graph."""
 
     @property
     def image_tokens(self) -> int:
@@ -84,12 +87,6 @@ class Run:
     def output(self) -> Path:
         """The run's folder."""
         return Path(self.config.output)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model inside DistributedDataParallel."""
-        module: nn.Module = self.wrapped.module
-        return module
 
     @property
     def global_batch(self) -> int:
@@ -163,6 +160,7 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
     if config.drop_path_rate is not None:
         model_config["drop_path_rate"] = config.drop_path_rate
     kernels = compiles(config.compile, ranks.device)
+    recorded = records(config.cuda_graph, kernels, ranks.world_size)
     spec = LoaderSpec(
         batch_size=config.batch_size,
         image_size=model_config["input_size"],
@@ -185,7 +183,14 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
     model.use_kernels(kernels)
     if saved:
         load_reference_state(model, saved.model)
-    wrapped, converted = wrap(model.to(ranks.device), ranks)
+    model = model.to(ranks.device)
+    wrapped: nn.Module
+    if recorded:
+        # Nothing is to be summed, and the wrapper's own work between the passes cannot be recorded.
+        wrapped, converted = synchronize_batch_norms(model)
+        model.use_text_stream(torch.cuda.Stream(ranks.device))
+    else:
+        wrapped, converted = wrap(model, ranks)
     optimizer = optim.build_optimizer(model, weight_decay=config.weight_decay, betas=(config.beta1, config.beta2))
     scaler = torch.amp.GradScaler(ranks.device.type) if config.precision == "fp16" else None
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -194,7 +199,7 @@ def start(config: TrainConfig, ranks: Ranks, saved: Checkpoint | None) -> Run:
         f"{console.counted(config.batch_size, 'pair')} over {dist.get_backend()}, "
         f"{config.precision} on {device_name(ranks.device)}; {converted} BatchNorm layers synchronized"
     )
-    return Run(config, ranks, packed, spec, wrapped, optimizer, scaler, model_config, kernels)
+    return Run(config, ranks, packed, spec, model, wrapped, optimizer, scaler, model_config, kernels, recorded)
 
 
 def device_name(device: torch.device) -> str:

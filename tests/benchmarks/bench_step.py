@@ -1,10 +1,10 @@
 """Whole training steps (forward, loss, backward, clip, optimizer) on one GPU, beside a compiled open_clip ViT.
 
-    python tests/benchmarks/bench_step.py [b32] [b16] [--peer] [--plain] [--profile]
+    python tests/benchmarks/bench_step.py [b32] [b16] [--peer] [--eager] [--plain] [--profile]
 
 Inputs lie on the GPU, bf16, medians of 20 steps. `--peer` adds open_clip's ViT of the same size, compiled (it has to be
-installed), `--only-peer` runs nothing else, `--plain` adds our own model without kernels, and `--profile` shows which
-kernels take the most time.
+installed), `--only-peer` runs nothing else, `--eager` adds our own step without a CUDA graph, `--plain` the one without
+kernels too, and `--profile` shows which kernels take the most time.
 """
 
 import argparse
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from rwkvclip_cli.model import build_model, preset
 from rwkvclip_cli.train import optim
 from rwkvclip_cli.train.losses import clip_loss
+from rwkvclip_cli.train.recorded import RecordedPass
 
 SIZES = {"b32": ("rwkv-clip-b32", "ViT-B-32", 512), "b16": ("rwkv-clip-b16", "ViT-B-16", 256)}
 WARM_UP, STEPS = 5, 20
 
 
-def own_step(name: str, batch: int, kernels: bool) -> Callable[[], Tensor]:
+def own_step(name: str, batch: int, kernels: bool, recorded: bool) -> Callable[[], Tensor]:
     model = build_model(preset(name)).cuda()
     model.image_model.kernels = model.text_model.kernels = kernels
     optimizer = optim.build_optimizer(model, weight_decay=0.2, betas=(0.9, 0.98))
@@ -33,14 +34,30 @@ def own_step(name: str, batch: int, kernels: bool) -> Callable[[], Tensor]:
     tokens = torch.randint(49408, (batch, 77), device="cuda")
     draws = torch.rand(12, 2, batch, device="cuda")
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
+    def forward_backward(images: Tensor, tokens: Tensor, draws: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             image, text, scale = model(images, tokens, drop_path_uniform=draws)
         loss = clip_loss(image, text, scale)
         loss.backward()
-        optim.guarded_step(optimizer, None, 1.0, model.logit_scale)
         return loss.detach()
+
+    graph: RecordedPass | None = None
+    if recorded:
+        model.use_text_stream(torch.cuda.Stream())
+
+    def step() -> Tensor:
+        nonlocal graph
+        if graph is None:
+            optimizer.zero_grad(set_to_none=True)
+            loss = forward_backward(images, tokens, draws)
+        else:
+            loss = graph(images, tokens, draws)
+        optim.guarded_step(optimizer, None, 1.0, model.logit_scale)
+        if recorded and graph is None:
+            # The first step compiled whatever there is to compile.
+            optimizer.zero_grad(set_to_none=True)
+            graph = RecordedPass(forward_backward, images.clone(), tokens.clone(), draws.clone())
+        return loss
 
     return step
 
@@ -114,7 +131,7 @@ def show_kernels(step: Callable[[], Tensor]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", default=list(SIZES))
-    for option in ("--peer", "--only-peer", "--plain", "--profile"):
+    for option in ("--peer", "--only-peer", "--eager", "--plain", "--profile"):
         parser.add_argument(option, action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -125,9 +142,11 @@ def main() -> None:
         if given.only_peer:
             measure(f"open_clip {peer}, compiled", batch, peer_step(peer, batch), given.profile)
             continue
-        speed = measure(own, batch, own_step(own, batch, kernels=True), given.profile)
+        speed = measure(own, batch, own_step(own, batch, kernels=True, recorded=True), given.profile)
+        if given.eager:
+            measure(f"{own}, no CUDA graph", batch, own_step(own, batch, kernels=True, recorded=False), False)
         if given.plain:
-            measure(f"{own}, no kernels", batch, own_step(own, batch, kernels=False), given.profile)
+            measure(f"{own}, no kernels", batch, own_step(own, batch, kernels=False, recorded=False), given.profile)
         if given.peer:
             other = measure(f"open_clip {peer}, compiled", batch, peer_step(peer, batch), given.profile)
             print(f"{own} / {peer}: {speed / other:.2f}x")
