@@ -169,15 +169,15 @@ def _training_step(setup: Setup, model: RwkvClip) -> Callable[[], None]:
     def step() -> None:
         nonlocal recorded
         if recorded is None:
+            first = logit_scale.grad is None
             optimizer.zero_grad(set_to_none=True)
-            forward_backward(images, tokens, draws)
-        else:
+            if setup.recorded and not first:  # the first step compiles whatever there is to compile
+                recorded = RecordedPass(forward_backward, images.clone(), tokens.clone(), draws.clone())
+        if recorded:
             recorded(images, tokens, draws)
+        else:
+            forward_backward(images, tokens, draws)
         optim.guarded_step(optimizer, scaler, 1.0, logit_scale)
-        if setup.recorded and recorded is None:
-            # The first step compiled whatever there is to compile.
-            optimizer.zero_grad(set_to_none=True)
-            recorded = RecordedPass(forward_backward, images.clone(), tokens.clone(), draws.clone())
 
     return step
 

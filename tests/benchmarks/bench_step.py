@@ -41,6 +41,7 @@ def own_step(name: str, batch: int, kernels: bool, recorded: bool) -> Callable[[
         loss.backward()
         return loss.detach()
 
+    logit_scale = model.logit_scale
     graph: RecordedPass | None = None
     if recorded:
         model.use_text_stream(torch.cuda.Stream())
@@ -48,15 +49,12 @@ def own_step(name: str, batch: int, kernels: bool, recorded: bool) -> Callable[[
     def step() -> Tensor:
         nonlocal graph
         if graph is None:
+            first = logit_scale.grad is None
             optimizer.zero_grad(set_to_none=True)
-            loss = forward_backward(images, tokens, draws)
-        else:
-            loss = graph(images, tokens, draws)
-        optim.guarded_step(optimizer, None, 1.0, model.logit_scale)
-        if recorded and graph is None:
-            # The first step compiled whatever there is to compile.
-            optimizer.zero_grad(set_to_none=True)
-            graph = RecordedPass(forward_backward, images.clone(), tokens.clone(), draws.clone())
+            if recorded and not first:  # the first step compiles whatever there is to compile
+                graph = RecordedPass(forward_backward, images.clone(), tokens.clone(), draws.clone())
+        loss = graph(images, tokens, draws) if graph else forward_backward(images, tokens, draws)
+        optim.guarded_step(optimizer, None, 1.0, logit_scale)
         return loss
 
     return step
@@ -90,9 +88,9 @@ def measure(title: str, batch: int, step: Callable[[], Tensor], profile: bool) -
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()  # before the second step, which records
     for _ in range(WARM_UP):
         step()
-    torch.cuda.reset_peak_memory_stats()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     events[0].record()
     start = time.perf_counter()
