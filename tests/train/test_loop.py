@@ -414,6 +414,11 @@ def test_a_deterministic_gpu_run_resumes_bit_for_bit(folder: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert exact_part(parts) == exact_part(whole)
     assert same_weights(whole, parts)
+    launched = folder / "gpu-launched"
+    done = run_cli(*options(folder, launched.name, 1), "--deterministic", "--precision", "bf16", "--no-cuda-graph")
+    assert done.returncode == 0, done.stderr
+    assert exact_part(launched) == exact_part(whole)
+    assert same_weights(whole, launched)
 
 
 def test_recomputed_blocks_are_the_same_run(folder: Path) -> None:
